@@ -110,7 +110,7 @@ def test_a_background_stream_is_gone_on_with_where_it_broke(client):
 
 @pytest.mark.parametrize("deletes", [False, True])
 @pytest.mark.parametrize("helper", [False, True])
-def test_whoever_reads_a_response_that_is_ended_is_told(client, deletes, helper):
+def test_readers_see_that_a_response_was_cancelled(client, deletes, helper):
     made = client.responses.create(model=MODEL, input="endless", background=True).id
     end = client.responses.delete if deletes else client.responses.cancel
     kinds: list[str] = []

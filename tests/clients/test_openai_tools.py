@@ -182,7 +182,7 @@ async def test_parsed_output_async(server):
         assert final.choices[0].message.parsed == Person(**PERSON)
 
 
-def test_an_answer_that_is_cut_is_no_answer(client):
+def test_a_truncated_answer_is_not_parsed(client):
     """Report 42: the SDK raises only if the finish reason says so."""
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model=MODEL, messages=ask("person?"), response_format=Person, max_tokens=5)

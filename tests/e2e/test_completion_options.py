@@ -35,7 +35,7 @@ def test_a_scored_text_has_the_log_probabilities_that_it_was_written_with(server
         assert (entry[str(token)]["rank"] <= 3) == (len(entry) == 3)
 
 
-def test_best_of_returns_those_of_all_choices_that_are_likeliest(server: Server) -> None:
+def test_best_of_returns_the_likeliest_choices(server: Server) -> None:
     fields = {"prompt": "My favourite food is", "max_tokens": 8, "seed": 9, "logprobs": 0, "ignore_eos": True}
     every = complete(server, n=5, **fields)["choices"]
     best = complete(server, n=2, best_of=5, **fields)

@@ -70,7 +70,7 @@ def test_seeds_of_chat(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
-def test_the_end_is_not_taken_where_it_is_to_be_ignored(server: Server, path: str) -> None:
+def test_ignore_eos_gives_the_full_length(server: Server, path: str) -> None:
     """reliability 2.5 #62: the text has exactly the requested number of tokens."""
     options: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 48}
     ignoring = {"extra_body": {"ignore_eos": True}}
@@ -85,7 +85,7 @@ def test_the_end_is_not_taken_where_it_is_to_be_ignored(server: Server, path: st
     assert answer.usage.completion_tokens == 48 and answer.choices[0].finish_reason == "length"
 
 
-def test_a_prompt_far_too_long_is_no_fault_of_the_server(server: Server) -> None:
+def test_a_prompt_far_too_long_is_a_client_error(server: Server) -> None:
     """reliability 2.5 #59"""
     before = server.metric("request_success_total")
     with server.client() as client, pytest.raises(openai.BadRequestError) as error:

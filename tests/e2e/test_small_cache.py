@@ -56,7 +56,7 @@ async def _unfinished(client: openai.AsyncOpenAI, index: int, started: asyncio.E
     return False
 
 
-async def test_preempted_requests_have_the_text_that_they_have_alone(small: Server) -> None:
+async def test_preempted_requests_give_the_same_text(small: Server) -> None:
     """F15, 91: no text is lost or sent twice."""
     async with small.async_client() as client:
         before = await asyncio.to_thread(_num_preemptions, small)
@@ -69,7 +69,7 @@ async def test_preempted_requests_have_the_text_that_they_have_alone(small: Serv
     await asyncio.to_thread(small.await_idle)
 
 
-async def test_embeddings_that_are_preempted_have_the_vectors_that_they_have_alone(small: Server) -> None:
+async def test_preempted_embeddings_give_the_same_vectors(small: Server) -> None:
     """The vectors equal solo runs, and so do texts of concurrent streams with shared prefixes."""
     prompts = [str(_request(index)["prompt"]) + " a dog" * 20 * (index % 3) for index in range(8)]
     options: dict[str, Any] = {"model": MODEL, "encoding_format": "float"}

@@ -93,7 +93,7 @@ def test_log_probabilities_belong_to_the_text(server):
     assert all(entry.logprob <= 0 and len(entry.top_logprobs) == 3 for entry in entries)
 
 
-def test_what_max_tokens_cuts_is_not_called_whole(server):
+def test_truncated_structured_output_ends_with_length(server):
     """Report 42."""
     for stream in (False, True):
         answer = ask(server, "Tell a story.", response_format={"type": "json_object"}, max_tokens=10, stream=stream)
@@ -147,7 +147,7 @@ def test_structured_outputs(server, outputs, pattern):
         {"response_format": schema_format({"type": "integer", "multipleOf": 123456789})},
     ],
 )
-def test_bad_ones_leave_the_worker_alone(server, fields):
+def test_bad_grammars_do_not_reach_the_worker(server, fields):
     """Report 44."""
     pids = server.worker_pids()
     with pytest.raises(Exception, match="cannot be used"):

@@ -72,7 +72,7 @@ async def test_fetch_that_is_aborted_ends_the_generation(page):
         assert gateway.generator.generations[0].cancelled and page.problems == []
 
 
-async def test_event_source_goes_on_where_its_connection_broke_and_stops_at_the_end(page):
+async def test_event_source_resumes_and_stops_at_the_end(page):
     """The browser reconnects with the last event's number after a broken connection, and a 204 at the end stops it."""
     asked: list[str | None] = []
     gate = asyncio.Event()

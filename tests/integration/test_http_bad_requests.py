@@ -225,7 +225,7 @@ async def test_parts_that_are_no_text_are_refused_by_place(gateway, part):
 
 
 @pytest.mark.parametrize("model", ["../../etc/passwd", "a\u0000b", "/etc", "x" * 2**19, "http://h/x", ""])
-async def test_model_names_that_are_none(gateway, model):
+async def test_invalid_model_names_are_refused(gateway, model):
     # CVE-2024-37032, CVE-2024-6587
     for path, rest in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})):
         status, body, _ = await gateway.post(path, {"model": model, **rest})

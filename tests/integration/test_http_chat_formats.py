@@ -102,7 +102,7 @@ async def test_a_named_function_ends_with_stop(tmp_path: Path) -> None:
         assert "get_weather" in grammar and f"<[{tokenizer().token_to_id('</think>')}]>" in grammar
 
 
-async def test_stop_strings_are_for_what_is_said_aloud(tmp_path: Path) -> None:
+async def test_stop_strings_do_not_apply_to_reasoning(tmp_path: Path) -> None:
     """11: they do not apply to reasoning, and the match is not returned."""
     async with chat_gateway(tmp_path, THOUGHT + "I know a song about it.") as (gateway, _):
         answer = await both(gateway, stop=["song"], tools=TOOLS)

@@ -175,7 +175,7 @@ async def test_tokenize_and_detokenize():
 @pytest.mark.parametrize(
     "tokens", [[-1], [258], [2**31], [2**63], [1.0], [True], ["1"], [None], "1", None, 1, [[1]], [1] * 5000]
 )
-async def test_detokenize_refuses_what_is_no_token_id(tokens):
+async def test_detokenize_refuses_invalid_token_ids(tokens):
     # CVE-2026-71486
     async with run_gateway() as gateway:
         status, body, _ = await gateway.post("/detokenize", {"model": MODEL, "tokens": tokens})

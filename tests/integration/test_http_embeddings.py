@@ -103,7 +103,7 @@ async def test_pooling_is_the_workers_unless_the_request_says():
             np.testing.assert_allclose(body["data"][0]["embedding"], unit_vector(b"hi", expected), rtol=1e-6)
 
 
-async def test_a_vector_without_length_stays_as_it_is_and_a_broken_one_is_no_answer():
+async def test_zero_vectors_stay_and_invalid_vectors_are_errors():
     def script(request: GenerationRequest) -> list[TextDelta]:
         sent = {b"0": np.zeros(8), b"s": np.full(8, 1e-30), b"l": np.full(8, 3e38), b"n": np.full(8, np.nan)}
         sent |= {b"i": np.array([np.inf] * 8), b"7": np.ones(7)}
@@ -120,7 +120,7 @@ async def test_a_vector_without_length_stays_as_it_is_and_a_broken_one_is_no_ans
             assert status == 500 and body["error"]["type"] == "server_error"
 
 
-async def test_an_end_without_a_vector_is_no_answer():
+async def test_a_finish_without_a_vector_is_an_error():
     async with run_gateway(answering(lambda _: [TextDelta(0, "", [], finish_reason="stop")])) as gateway:
         assert (await post(gateway))[0] == 500
 
@@ -348,7 +348,7 @@ async def test_it_can_be_aborted_by_the_id_of_its_request():
         assert not gateway.generator.live and gateway.drain.num_in_flight == 0
 
 
-async def test_limits_of_admission_are_told():
+async def test_admission_limits_are_reported():
     generator = FakeGenerator()
     generator.submit_error = RateLimitError("busy", retry_after=3.0)
     async with run_gateway(generator) as gateway:

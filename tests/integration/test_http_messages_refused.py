@@ -215,7 +215,7 @@ async def test_a_model_without_reasoning():
         b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )  # fmt: skip
-async def test_bodies_that_are_none(gateway, body):
+async def test_invalid_bodies_are_refused(gateway, body):
     status, answer, headers = await gateway.post("/v1/messages", body)
     assert status == 400 and answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
     assert headers["request-id"] == headers["x-request-id"] == answer["request_id"]

@@ -83,7 +83,7 @@ async def test_browsers_may_ask_before_they_send_a_query():
             assert response.status == 204
 
 
-async def test_a_question_mark_alone_is_no_parameter(gateway):
+async def test_an_empty_query_has_no_parameters(gateway):
     assert (await gateway.get("/health?"))[0] == 200
     async with gateway.session.head(gateway.url + "/health?x=1") as response:
         assert response.status == 400

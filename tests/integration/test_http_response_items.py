@@ -116,7 +116,7 @@ async def test_a_history_with_phases_can_go_on_here(gateway):
         ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, ["content", 0, "logprobs"]),
     ],
 )
-async def test_what_is_no_list_is_not_taken_for_an_empty_one(gateway, item, path, wrong):
+async def test_a_non_list_is_not_an_empty_list(gateway, item, path, wrong):
     item = copy.deepcopy(item)
     holder: Any = item
     for step in path[:-1]:
@@ -328,7 +328,7 @@ async def test_tools_are_strict_where_their_schemas_can_be(calling):
     assert grammar and '"a"' in grammar
 
 
-async def test_a_schema_that_no_grammar_can_follow_is_not_enforced_unless_that_is_asked_for(calling):
+async def test_unsupported_schemas_are_enforced_only_on_request(calling):
     looks_ahead = {**STRICT, "properties": {"a": {"type": "string", "pattern": "^(?=x)x$"}}}
     status, body = await create(calling, tools=[tool("f", looks_ahead), tool("g", STRICT, strict=True)])
     assert status == 200, body

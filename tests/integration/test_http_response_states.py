@@ -49,7 +49,7 @@ async def ended(gateway: Gateway, identifier: str) -> Any:
     return body
 
 
-async def test_a_streamed_response_is_seen_while_it_runs_and_is_cancelled_where_its_client_leaves(gateway):
+async def test_a_streamed_response_is_visible_and_cancelled_on_disconnect(gateway):
     async with gateway.session.post(gateway.url + "/v1/responses", json=BODY) as response:
         made = (await next_event(response))["response"]["id"]
         status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
@@ -70,7 +70,7 @@ async def test_a_streamed_response_is_seen_while_it_runs_and_is_cancelled_where_
     assert [message["content"] for message in said] == ["hi", "Hel", "and"]
 
 
-async def test_what_nobody_was_told_of_is_not_kept(gateway):
+async def test_unannounced_responses_are_not_stored(gateway):
     request = asyncio.ensure_future(create(gateway))
     while not gateway.generator.live:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.01)
@@ -83,7 +83,7 @@ async def test_what_nobody_was_told_of_is_not_kept(gateway):
     assert await gateway.generations_left() == 0 and len(gateway.app[RESPONSES]) == 0
 
 
-async def test_one_that_is_deleted_while_its_client_reads_goes_on_and_does_not_come_back(gateway):
+async def test_a_response_deleted_while_streaming_is_not_stored(gateway):
     go_on = asyncio.Event()
     last = TextDelta(0, "lo", [2], finish_reason="stop")
     gateway.generator.script = lambda _: [TextDelta(0, "Hel", [1]), go_on, last]

@@ -153,7 +153,7 @@ async def test_an_unclaimed_stream_is_cancelled_after_its_grace():
         await until(lambda: gateway.drain.num_in_flight == 0)
 
 
-async def test_who_is_too_far_behind_is_told_so():
+async def test_a_reader_too_far_behind_gets_an_error():
     streams = StreamStore(max_bytes=16 * 2000, grace=50.0)
     async with run_gateway(FakeGenerator(spell("x" * 100)), streams=streams) as gateway:
         async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:

@@ -79,7 +79,7 @@ async def test_without_drafts_there_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_what_the_worker_is_told(tmp_path: Path, streams: bool) -> None:
+async def test_requests_as_the_worker_receives_them(tmp_path: Path, streams: bool) -> None:
     async with chat_gateway(tmp_path, TEXT, speculative_method="ngram") as (gateway, worker):
 
         async def told(**fields: Any) -> Submit:

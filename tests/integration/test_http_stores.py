@@ -332,7 +332,7 @@ async def test_a_shutdown_ends_what_runs_in_the_background():
         assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]
 
 
-async def test_a_conversation_of_too_many_turns_is_refused_as_too_long_or_cut_where_that_is_asked_for():
+async def test_too_many_turns_are_refused_or_truncated_on_request():
     models = FakeModels(FakeEntry(facts(max_model_len=1 << 20, num_pages=1 << 16)))
     async with run_gateway(models=models) as gateway:
         turns = [{"role": role, "content": f"{index}"} for index in range(2048) for role in ("user", "assistant")]

@@ -46,7 +46,7 @@ async def test_a_chat_with_parameters_and_probabilities(page):
         no_surprises(page, gateway)
 
 
-async def test_answers_are_sampled_with_more_care_than_the_api_takes_until_the_fields_say_something_else(page):
+async def test_page_sampling_defaults_and_overrides(page):
     async with run_gateway(FakeGenerator(spell("Hi"))) as gateway:
         await opened(page, gateway)
         await say(page, "Hello")

@@ -89,7 +89,7 @@ def refused(server: PreparedServer, param: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=range(len(BAD_SCHEMAS)))
-def test_schemas_that_are_none(server, schema):
+def test_invalid_schemas_are_refused(server, schema):
     """CVE-2025-48942, CVE-2025-48944; reliability 2.3 #44: refused before a worker receives them."""
     refused(server, "response_format", **response_format(schema))
     refused(server, "structured_outputs", structured_outputs={"json": schema})
@@ -98,13 +98,13 @@ def test_schemas_that_are_none(server, schema):
 
 
 @pytest.mark.parametrize("regex", BAD_REGEXES)
-def test_regexes_that_are_none(server, regex):
+def test_invalid_regexes_are_refused(server, regex):
     """CVE-2025-48943, llama.cpp#25283; reliability 2.3 #44"""
     refused(server, "structured_outputs", structured_outputs={"regex": regex})
 
 
 @pytest.mark.parametrize("grammar", BAD_GRAMMARS)
-def test_grammars_that_are_none(server, grammar):
+def test_invalid_grammars_are_refused(server, grammar):
     """CVE-2025-57809; reliability 2.3 #44"""
     refused(server, "structured_outputs", structured_outputs={"grammar": grammar})
 

@@ -14,7 +14,7 @@ LIMIT = 8 + 24
 """Number of running and waiting requests."""
 
 
-async def test_too_many_at_once_are_told_so_and_the_others_answered():
+async def test_excess_requests_are_refused_and_others_answered():
     """reliability 2.5 #69"""
     text = "All is well. " * 4
     flags = ("--max-waiting-requests", str(LIMIT - 8))
