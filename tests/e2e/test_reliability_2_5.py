@@ -32,7 +32,7 @@ def test_log_probabilities_of_a_prompt_are_finite(server: Server) -> None:
     assert choice.text.startswith("correct horse battery staple") and first is None
     assert choice.logprobs.top_logprobs[0] is None
     assert all(math.isfinite(value) and -9999 < value <= 0 for value in rest)
-    # The sampled token is the most likely one, and alternatives remain.
+    # With top_k=1 the log probability of the only candidate would be 0 if it were computed after filtering.
     assert all(value < 0 for value in rest)
 
 
