@@ -1,4 +1,4 @@
-"""The cost table and the chunk that it allows, on a simulated machine."""
+"""Cost table and prompt chunk budget on a simulated machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from worker.costs import CostTable
 from worker.scheduler.budget import MAX_ALONE_SECONDS, MAX_STRETCH, MIN_CHUNK, MIN_STRETCH, StepBudget
 
 
-def test_an_empty_table_knows_nothing():
+def test_empty_cost_table_returns_no_estimate():
     table = CostTable()
     assert table.cost(5) is None
     assert table.count_within(1e9, 100) == 0
 
 
-def test_costs_between_measurements_are_interpolated_and_beyond_them_proportional():
+def test_costs_are_interpolated_between_measurements_and_extrapolated_proportionally():
     table = CostTable()
     table.observe(10, 20.0)
     table.observe(100, 110.0)
@@ -26,20 +26,20 @@ def test_costs_between_measurements_are_interpolated_and_beyond_them_proportiona
     assert table.cost(200) == pytest.approx(220.0)
 
 
-def test_a_count_grows_at_most_twofold_over_what_was_seen():
+def test_count_within_at_most_doubles_the_largest_measured_count():
     table = CostTable()
     table.observe(16, 0.1)
     assert table.count_within(1000.0, 2048) == 32
 
 
-def test_a_noisy_small_count_does_not_make_larger_ones_look_cheaper():
+def test_larger_count_never_costs_less_than_smaller_count():
     table = CostTable()
     table.observe(8, 50.0)
     table.observe(64, 10.0)
     assert table.cost(64) == 50.0
 
 
-def test_a_table_that_leans_low_takes_high_measurements_for_slow_moments():
+def test_lean_low_table_discounts_high_measurements():
     table = CostTable(lean_low=True)
     table.observe(1, 40.0)
     table.observe(4, 8.0)
@@ -51,17 +51,17 @@ def test_a_table_that_leans_low_takes_high_measurements_for_slow_moments():
     assert table.cost(4) == 9.0
 
 
-def test_a_step_with_prompt_tokens_bounds_what_the_rows_take_alone():
+def test_step_with_prompt_tokens_bounds_decode_time():
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
     budget.observe(4, 0, 50.0)
     budget.observe(4, 8, 14.0)
     for _ in range(8):
         budget.observe(4, 12, 14.0 + 12 * 0.7)
-        # Never more than a step of 14 ms may be stretched to, far from twice 50.
+        # The bound is the 14 ms limit of one step, far below twice 50 ms.
         assert 14.0 + budget.prompt_tokens(4) * 0.7 <= MAX_STRETCH * 14.0 * 1.05
 
 
-def test_decoding_rows_are_measured_alone_again_while_prompts_follow_each_other():
+def test_decode_time_is_remeasured_during_continuous_prefill():
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
     alone = []
     for step in range(200):
@@ -75,28 +75,28 @@ def test_decoding_rows_are_measured_alone_again_while_prompts_follow_each_other(
     assert gaps[0] <= 3 and gaps[-1] == gaps[-2] == 33
 
 
-def test_without_streams_a_step_is_full():
+def test_step_without_decoding_rows_uses_whole_token_budget():
     budget = StepBudget(target_ms=10, max_tokens=2048)
     budget.observe(0, 512, 200.0)  # fast enough for 2048 in two seconds
     assert budget.prompt_tokens(0) == 2048
 
 
-def test_prompts_always_progress():
+def test_prompts_always_progress_by_the_minimum_chunk():
     budget = StepBudget(target_ms=10, max_tokens=2048)
     budget.observe(8, 0, 500.0)
     budget.observe(8, 16, 5000.0)
     assert budget.prompt_tokens(8) == MIN_CHUNK
-    # A step that the streams fill nearly leaves what is left.
+    # A step nearly filled by streams leaves the remaining tokens for prompts.
     assert budget.prompt_tokens(2047) == 1
 
 
 @pytest.mark.parametrize(("decode_ms", "token_ms"), [(8.0, 0.9), (40.0, 0.7), (4.0, 0.02)])
-def test_steps_keep_to_the_target_while_a_long_prompt_is_read(decode_ms, token_ms):
+def test_steps_stay_near_the_target_during_long_prefill(decode_ms, token_ms):
     rng = random.Random(1)
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
 
     def run(num_decode: int, num_prompt: int, context: int) -> float:
-        # Attention makes a prompt token dearer by half at a context of 4,000.
+        # At a context of 4,000 tokens, attention makes each prompt token 50% more expensive.
         cost = decode_ms * (1 + num_decode / 32) + num_prompt * token_ms * (1 + context / 8000)
         took = cost * rng.uniform(0.95, 1.05)
         budget.observe(num_decode, num_prompt, took)
@@ -112,13 +112,13 @@ def test_steps_keep_to_the_target_while_a_long_prompt_is_read(decode_ms, token_m
     limit = min(max(60.0, MIN_STRETCH * alone), MAX_STRETCH * alone)
     limit = max(limit, alone + MIN_CHUNK * token_ms * 1.5)
     assert sorted(took)[int(len(took) * 0.99)] <= limit * 1.25
-    # The room is used, too: most steps take at least half of what the limit allows.
+    # The budget is also used: most steps take at least half of the limit.
     fair = (limit - alone) / (token_ms * 1.5)
     assert sum(chunks) / len(chunks) >= min(fair / 2, 4000 / 8)
 
 
-def test_a_burst_of_prompts_is_not_held_back_by_streams_never_measured_alone():
-    """16 prompts of 128 tokens, of which the first runs already: what a cold server meets first."""
+def test_prompt_burst_on_cold_server_is_not_delayed_by_unmeasured_decode_rows():
+    """Test 16 prompts of 128 tokens, the first of which is already running, on a cold server."""
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
     waiting, decoding, steps, read = 15 * 128, 1, 0, 0
     while waiting:
@@ -128,11 +128,11 @@ def test_a_burst_of_prompts_is_not_held_back_by_streams_never_measured_alone():
         read += chunk
         decoding = 1 + read // 128
         steps += 1
-    # 16 ms or more of each step are left for the prompts, which is 32 tokens or more; a few steps go into learning.
+    # At least 16 ms of each step remain for prompts, which is at least 32 tokens. A few steps are spent on measuring.
     assert steps <= 15 * 128 / 32 + 12
 
 
-def test_a_crowd_that_waits_gets_more_of_a_step_up_to_the_target():
+def test_prompt_chunk_grows_with_number_of_waiting_requests():
     budget = StepBudget(target_ms=100.0, max_tokens=2048)
     tokens: dict[int, int] = {}
     for num_waiting in (1, 2, 4, 16):
@@ -146,7 +146,7 @@ def test_a_crowd_that_waits_gets_more_of_a_step_up_to_the_target():
 
 
 @pytest.mark.parametrize("decode_ms", [55.0, 500.0])
-def test_prompts_do_not_starve_where_decoding_alone_takes_the_target(decode_ms):
+def test_prompts_do_not_starve_when_decoding_exceeds_the_target(decode_ms):
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
     budget.observe(16, 0, decode_ms)
     chunk = budget.prompt_tokens(16)
@@ -156,7 +156,7 @@ def test_prompts_do_not_starve_where_decoding_alone_takes_the_target(decode_ms):
     assert chunk * 0.7 >= decode_ms * 0.9
 
 
-def test_a_probe_that_nobody_measures_is_not_repeated():
+def test_unmeasured_probe_is_not_repeated():
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
     assert budget.prompt_tokens(4) == 0
     assert budget.prompt_tokens(4) == budget.prompt_tokens(7) == 2 * MIN_CHUNK
@@ -164,11 +164,11 @@ def test_a_probe_that_nobody_measures_is_not_repeated():
     budget.observe(8, 0, 8.0)
     while budget.prompt_tokens(8) > 0:
         budget.observe(8, 16, 20.0)
-    # Two steps in flight: the next one is planned before the one that measures has come back.
+    # Two steps in flight: the next step is planned before the measuring step has returned.
     assert budget.prompt_tokens(8) > 0
 
 
-def test_the_speed_of_reading_prompts_is_learned():
+def test_prefill_speed_is_learned():
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
     assert budget.prefill_tokens_per_second == 0.0
     for _ in range(30):
@@ -177,7 +177,7 @@ def test_the_speed_of_reading_prompts_is_learned():
 
 
 @pytest.mark.parametrize("tokens_per_second", [20.0, 160.0, 600.0, 20_000.0])
-def test_steps_of_prompts_alone_end_before_the_worker_counts_as_silent(tokens_per_second):
+def test_prompt_only_steps_are_bounded_by_max_alone_seconds(tokens_per_second):
     budget = StepBudget(target_ms=100.0, max_tokens=2048)
     taken = []
     for _ in range(12):

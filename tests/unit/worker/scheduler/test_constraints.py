@@ -1,4 +1,4 @@
-"""Requests whose tokens are masked: while their grammars compile, while they run, and however they end."""
+"""Requests with grammars: compilation, masked decoding, and every way of ending."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_constraints(grammars: FakeGrammars | None = None) -> Constraints:
 
 
 class Bench:
-    """A harness with grammars that are compiled when `compiled` is set."""
+    """Harness whose grammars compile when `compiled` is set."""
 
     def __init__(self, *, compiled: bool = True, **options) -> None:
         self.compiled = compiled
@@ -49,7 +49,7 @@ class Bench:
 
 
 class GrammarWalk(FaultWalk):
-    """As FaultWalk, with grammars that take some time, and some of which are bad."""
+    """FaultWalk with grammars that take time to compile and are sometimes invalid."""
 
     def __init__(self, seed: int, **options) -> None:
         self.grammars = FakeGrammars(VOCAB_SIZE, lambda source, num_polls: num_polls > len(source) % 4 * 5)
@@ -84,7 +84,7 @@ class GrammarWalk(FaultWalk):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_every_choice_with_a_grammar_ends_once(seed, depth):
+def test_every_choice_with_a_grammar_ends_once_under_faults(seed, depth):
     walk = GrammarWalk(seed, depth=depth, num_pages=20, max_num_seqs=5)
     walk.run(40)
     assert walk.grammars.num_pending == 0
@@ -100,11 +100,11 @@ def test_whatever_happens_every_choice_with_a_grammar_ends_once(seed, depth):
     corruption=st.sampled_from((0.0, 0.0, 0.05)),
     enable_prefix_caching=st.booleans(),
 )
-def test_any_shape_of_engine_survives(seed, **options):
+def test_random_engine_configurations_survive_faults(seed, **options):
     GrammarWalk(seed, **options).run(12)
 
 
-def test_the_walks_meet_what_they_are_made_for():
+def test_fault_walks_reach_every_fault():
     ends: Counter[str] = Counter()
     for seed in range(16):
         walk = GrammarWalk(seed, depth=1 + seed % 2, num_pages=20, max_num_seqs=5)
@@ -118,7 +118,7 @@ def test_the_walks_meet_what_they_are_made_for():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_text_ends_with_its_grammar_and_spends_no_further_token(depth):
+def test_text_ends_with_its_grammar_without_further_tokens(depth):
     bench = Bench(depth=depth)
     bench.add("a", num_choices=3)
     bench.harness.drain()
@@ -130,7 +130,7 @@ def test_a_text_ends_with_its_grammar_and_spends_no_further_token(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_only_the_rows_with_grammars_wait_for_values(depth):
+def test_only_rows_with_grammars_wait_for_sampled_values(depth):
     bench = Bench(depth=depth)
     bench.add("free", grammar="", prompt=[21, 22, 23])
     bench.add("masked")
@@ -145,7 +145,7 @@ def test_only_the_rows_with_grammars_wait_for_values(depth):
         assert all(item.mask < 0 for item in plan.scheduled if item.row == 0 or not item.sample)
 
 
-def test_who_waits_for_a_grammar_holds_up_nobody_and_keeps_its_place():
+def test_compiling_request_blocks_no_other_and_keeps_its_queue_position():
     bench = Bench(compiled=False, max_num_seqs=1)
     bench.add("masked")
     for name in ("first", "second", "third"):
@@ -160,7 +160,7 @@ def test_who_waits_for_a_grammar_holds_up_nobody_and_keeps_its_place():
     assert order == ["first", "masked", "second", "third"]
 
 
-def test_while_all_compile_nothing_is_computed_and_that_is_no_stall():
+def test_no_step_and_no_stall_while_all_requests_compile():
     bench = Bench(compiled=False)
     bench.add("a", num_choices=2)
     assert bench.harness.step() is None
@@ -173,7 +173,7 @@ def test_while_all_compile_nothing_is_computed_and_that_is_no_stall():
 
 
 @pytest.mark.parametrize("how", ["abort", "owner", "fail", "deadline"])
-def test_requests_that_compile_end_like_all_others(how):
+def test_compiling_requests_can_be_aborted_and_expire(how):
     now = [0.0]
     bench = Bench(compiled=False, clock=lambda: now[0])
     bench.add("a", num_choices=3, deadline=5.0)
@@ -197,7 +197,7 @@ def test_requests_that_compile_end_like_all_others(how):
         assert {bench.finish("a", choice).code for choice in range(3)} == {expected[how]}
 
 
-def test_a_leader_that_goes_leaves_its_place_to_one_that_compiles_too():
+def test_abort_of_leading_choice_hands_over_to_compiling_sibling():
     bench = Bench(compiled=False)
     bench.add("a", num_choices=3)
     bench.harness.abort("a", 0)
@@ -210,7 +210,7 @@ def test_a_leader_that_goes_leaves_its_place_to_one_that_compiles_too():
     )
 
 
-def test_a_bad_grammar_ends_all_its_choices_and_nobody_else():
+def test_invalid_grammar_fails_only_its_own_choices():
     bench = Bench(compiled=False)
     bench.add("bad", grammar="bad", num_choices=3)
     bench.add("good", grammar="", prompt=[31, 32], sampling={"max_tokens": 4})
@@ -222,7 +222,7 @@ def test_a_bad_grammar_ends_all_its_choices_and_nobody_else():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_preempted_text_goes_on_where_its_grammar_was(depth):
+def test_preempted_request_continues_its_grammar(depth):
     bench = Bench(depth=depth, num_pages=9, max_num_seqs=3, max_model_len=32)
     for name in ("a", "b", "c"):
         bench.add(name, grammar="mod 5 for 15", prompt=[40, 41, 42, ord(name)])
@@ -232,7 +232,7 @@ def test_a_preempted_text_goes_on_where_its_grammar_was(depth):
         assert [token % 5 for token in bench.harness.tokens[name, 0]] == [n % 5 for n in range(15)]
 
 
-def test_a_resumed_text_goes_on_where_its_grammar_was():
+def test_resumed_request_continues_its_grammar():
     bench = Bench()
     bench.add("whole")
     bench.harness.drain()
@@ -247,7 +247,7 @@ def test_a_resumed_text_goes_on_where_its_grammar_was():
     assert bench.finish("astray").code == "invalid_request"
 
 
-def test_a_length_in_the_middle_of_a_grammar_ends_the_text():
+def test_length_limit_ends_text_within_grammar():
     bench = Bench()
     bench.add("a", sampling={"max_tokens": 4})
     bench.add("just", sampling={"max_tokens": 9})
@@ -256,7 +256,7 @@ def test_a_length_in_the_middle_of_a_grammar_ends_the_text():
     assert bench.finish("just").reason is FinishReason.STOP
 
 
-def test_an_end_token_is_allowed_where_the_text_may_end_and_only_there():
+def test_end_token_is_allowed_only_where_grammar_may_end():
     bench = Bench()
     bench.add("a", sampling={"ignore_eos": False})
     bench.harness.drain()
@@ -264,13 +264,13 @@ def test_an_end_token_is_allowed_where_the_text_may_end_and_only_there():
     assert [allows(mask, EOS_TOKEN_ID) for mask in masks] == [2 * n >= 9 for n in range(len(masks))]
 
 
-def test_the_end_of_a_grammar_wins_over_min_tokens():
+def test_grammar_end_overrides_min_tokens():
     bench = Bench()
     bench.add("a", sampling={"min_tokens": 15})
-    # After six tokens the text may end, and all that the grammar allows besides would end it too early.
+    # After six tokens the text may end, and every other continuation allowed by the grammar would end it too early.
     sixes = tuple(token for token in range(3, 96) if token % 7 == 6)
     bench.add("b", "mod 7 for 12", sampling={"min_tokens": 15, "stop_token_ids": sixes})
-    # Here that is so at once, where the text may not end.
+    # This grammar is complete immediately, before the text may end.
     zeros = tuple(token for token in range(3, 96) if token % 7 == 0)
     bench.add("c", "mod 7 for 12", sampling={"min_tokens": 15, "stop_token_ids": zeros})
     bench.harness.drain()
@@ -279,7 +279,7 @@ def test_the_end_of_a_grammar_wins_over_min_tokens():
     assert (bench.harness.tokens["c", 0], bench.finish("c").code) == ([], "invalid_request")
 
 
-def test_allowed_ids_and_bad_words_narrow_the_grammar_and_may_leave_nothing():
+def test_allowed_ids_and_bad_words_restrict_the_grammar():
     bench = Bench()
     bench.add("some", sampling={"allowed_token_ids": tuple(range(10, 20))})
     bench.add("none", sampling={"allowed_token_ids": (11,)})
@@ -296,26 +296,26 @@ def test_allowed_ids_and_bad_words_narrow_the_grammar_and_may_leave_nothing():
     assert (bench.finish("words").code, bench.finish("words").param) == ("invalid_request", "bad_words")
 
 
-def test_a_grammar_that_fails_while_it_is_followed_fails_its_own_request():
+def test_grammar_failure_during_decoding_fails_only_its_request():
     bench = Bench()
     bench.add("a")
     bench.add("b", prompt=[50, 51])
     bench.harness.step()
     bench.harness.step()
     bench.grammars.states[0].error = "it needs too many states"
-    bench.grammars.states[0].length = len(bench.grammars.states[0].taken) + 1  # so that its mask is looked at
+    bench.grammars.states[0].length = len(bench.grammars.states[0].taken) + 1  # forces the mask to be inspected
     bench.grammars.states[0].modulus = 1000
     bench.harness.drain()
     assert bench.finish("a").code == "invalid_grammar"
     assert bench.finish("b") == Finish(FinishReason.STOP)
 
 
-def test_a_token_that_the_grammar_refuses_fails_its_own_request():
+def test_rejected_token_fails_only_its_request():
     bench = Bench()
     bench.add("a")
     bench.add("b", prompt=[50, 51])
     bench.harness.step()
-    bench.grammars.states[0].modulus = 4  # as if the mask had been another one
+    bench.grammars.states[0].modulus = 4  # simulates a different mask
     bench.grammars.states[0].taken = [1]
     plan = bench.scheduler.schedule()
     assert plan is not None
@@ -327,7 +327,7 @@ def test_a_token_that_the_grammar_refuses_fails_its_own_request():
     assert bench.finish("b") == Finish(FinishReason.STOP)
 
 
-def test_without_grammars_they_are_refused_and_nothing_is_taken_over():
+def test_grammar_request_is_refused_when_grammars_are_disabled():
     harness = Harness()
     for sampling in ({}, {"thinking": ThinkingBudget(max_tokens=1, start_ids=(5,), end_ids=(6,))}):
         with pytest.raises(InvalidRequestError):
@@ -338,7 +338,7 @@ def test_without_grammars_they_are_refused_and_nothing_is_taken_over():
     assert not harness.scheduler.has_requests
 
 
-def test_a_row_that_the_sampler_finds_empty_is_the_clients_mistake():
+def test_row_without_allowed_tokens_is_a_client_error():
     harness = Harness()
     harness.add(make_submit("a", PROMPT))
     plan = harness.scheduler.schedule()
@@ -352,7 +352,7 @@ def test_a_row_that_the_sampler_finds_empty_is_the_clients_mistake():
     assert harness.scheduler.counters.invalid_logits_total == 0
 
 
-# ---- budgets of reasoning -------------------------------------------------------------------------------------
+# Reasoning budgets.
 
 
 def budget(max_tokens: int, **fields) -> ThinkingBudget:
@@ -361,7 +361,7 @@ def budget(max_tokens: int, **fields) -> ThinkingBudget:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-def test_the_end_of_the_budget_forces_the_end_of_the_reasoning(max_tokens, depth):
+def test_exhausted_reasoning_budget_forces_end_of_reasoning(max_tokens, depth):
     bench = Bench(depth=depth)
     bench.add("a", grammar="", sampling={"thinking": budget(max_tokens), "seed": 3})
     bench.add("free", grammar="", prompt=[31, 32, 33])
@@ -369,12 +369,12 @@ def test_the_end_of_the_budget_forces_the_end_of_the_reasoning(max_tokens, depth
     tokens = bench.harness.tokens["a", 0]
     assert tokens[max_tokens : max_tokens + 2] == [8, 9]
     assert len(tokens) == 20
-    # It waits for values only near its budget.
+    # The row waits for sampled values only near its budget.
     masked = sum(len(plan.masks) for plan in bench.harness.executor.plans)
     assert masked == 2
 
 
-def test_a_grammar_that_forbids_the_end_of_the_reasoning_wins():
+def test_grammar_overrides_forced_end_of_reasoning():
     bench = Bench()
     bench.add("forbids", sampling={"thinking": budget(2)})
     bench.add("agrees", sampling={"thinking": budget(2, end_ids=(7, 8))})

@@ -1,4 +1,4 @@
-"""Embeddings in the scheduler: prompts like any other, after which nothing is sampled."""
+"""Embedding requests in the scheduler: prompts after which nothing is sampled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pooling(request):
 
 
 def expect_embedding(harness: Harness, submit) -> None:
-    """It ended with one Output, which has the vector and no token."""
+    """Check that the request ended with one Output that holds the vector and no token."""
     (output,) = harness.outputs[submit.request_id, 0]
     assert output.finish.reason is FinishReason.STOP and output.finish.stop_token_id is None
     assert output.embedding == embed(submit.token_ids, submit.pooling)
@@ -39,7 +39,7 @@ def expect_embedding(harness: Harness, submit) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 33, 50])
-def test_a_prompt_of_any_length_gives_its_vector_and_no_step_more(length, pooling, depth):
+def test_embedding_takes_only_the_steps_of_its_prompt(length, pooling, depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     submit = make_submit("a", PROMPT[:length], pooling=pooling)
     harness.add(submit)
@@ -54,7 +54,7 @@ def test_a_prompt_of_any_length_gives_its_vector_and_no_step_more(length, poolin
     assert counters.discarded_tokens_total == 0
 
 
-def test_streams_beside_it_say_what_they_say_alone(pooling, depth):
+def test_concurrent_streams_equal_their_solo_texts(pooling, depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     texts = [make_submit(f"t{number}", PROMPT[number : number + 7], sampling=TEXT) for number in range(2)]
     for submit in texts:
@@ -73,7 +73,7 @@ def test_streams_beside_it_say_what_they_say_alone(pooling, depth):
     assert {True, False} in mixed
 
 
-def test_cached_pages_serve_the_last_token_but_not_the_mean():
+def test_prefix_cache_serves_last_token_but_not_mean_pooling():
     harness = Harness()
     for number, pooling in enumerate(("last", "last", "mean", "mean")):
         harness.add(make_submit(f"e{number}", PROMPT[:18], pooling=pooling))
@@ -82,7 +82,7 @@ def test_cached_pages_serve_the_last_token_but_not_the_mean():
     assert cached == [0, 16, 0, 0]
     vectors = [harness.outputs[f"e{number}", 0][0].embedding for number in range(4)]
     assert vectors == [embed(PROMPT[:18], "last")] * 2 + [embed(PROMPT[:18], "mean")] * 2
-    # What an embedding has read a text finds, and the other way round.
+    # Text requests find the pages of an embedding request in the prefix cache, and the reverse.
     text = make_submit("t", [*PROMPT[:18], 60], sampling=TEXT)
     harness.add(text)
     harness.drain()
@@ -90,13 +90,13 @@ def test_cached_pages_serve_the_last_token_but_not_the_mean():
     assert harness.outputs["t", 0][0].num_cached_tokens == 16
 
 
-def test_means_push_nothing_out_of_the_prefix_cache(depth):
+def test_mean_pooling_evicts_no_cached_pages(depth):
     harness = Harness(depth=depth, num_pages=16)
     text = make_submit("t", PROMPT[:33], sampling={"max_tokens": 1})
     harness.add(text)
     harness.drain()
     for number in range(9):
-        # Different from the first token on, each of four of the seven pages that hold nothing.
+        # The prompts differ from the first token on; each takes four of the seven free pages.
         mean = make_submit(f"m{number}", [60 + number, *PROMPT[:15]], pooling="mean")
         harness.add(mean)
         harness.drain()
@@ -108,7 +108,7 @@ def test_means_push_nothing_out_of_the_prefix_cache(depth):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_preempted_one_is_read_again_from_the_start(pooling, caching, depth):
+def test_preempted_embedding_restarts_from_the_first_token(pooling, caching, depth):
     harness = Harness(
         depth=depth, num_pages=16, max_num_seqs=2, max_num_batched_tokens=8, enable_prefix_caching=caching
     )
@@ -116,7 +116,7 @@ def test_a_preempted_one_is_read_again_from_the_start(pooling, caching, depth):
     harness.add(embedded)
     for _ in range(3):
         harness.step()
-    # Eleven of the sixteen pages are taken, and it needs seven.
+    # Eleven of the sixteen pages are in use, and the request needs seven.
     urgent = make_submit("u", PROMPT[1:29], priority=-1, sampling=TEXT)
     harness.add(urgent)
     harness.drain()
@@ -127,7 +127,7 @@ def test_a_preempted_one_is_read_again_from_the_start(pooling, caching, depth):
     assert harness.scheduler.counters.prompt_tokens_total == 44 + 28
 
 
-def test_it_may_fill_the_context(pooling, depth):
+def test_embedding_may_fill_the_context(pooling, depth):
     harness = Harness(depth=depth, max_model_len=48, num_pages=12, page_size=4)
     whole = make_submit("a", PROMPT[:48], pooling=pooling)
     harness.add(whole)
@@ -139,7 +139,7 @@ def test_it_may_fill_the_context(pooling, depth):
         harness.add(make_submit("c", PROMPT[:48]))
 
 
-def test_it_must_fit_the_cache(pooling):
+def test_embedding_larger_than_cache_is_refused(pooling):
     harness = Harness(max_model_len=96, num_pages=4, page_size=4)
     with pytest.raises(ContextLengthError, match=r"17 tokens.*holds 16"):
         harness.add(make_submit("a", PROMPT[:17], pooling=pooling))
@@ -150,7 +150,7 @@ def test_it_must_fit_the_cache(pooling):
 
 
 @pytest.mark.parametrize("place", [0, 20, 39])
-def test_what_is_not_finite_fails_alone_and_its_pages_are_not_found(place, pooling, depth):
+def test_non_finite_embedding_fails_alone_and_caches_no_pages(place, pooling, depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     bad = PROMPT[:40]
     bad[place] = POISON_TOKEN_ID
@@ -171,7 +171,7 @@ def test_what_is_not_finite_fails_alone_and_its_pages_are_not_found(place, pooli
     assert harness.outputs["again", 0][0].num_cached_tokens == 0
 
 
-def test_a_faulty_step_spoils_no_later_vector(depth):
+def test_faulty_step_does_not_affect_later_embeddings(depth):
     spoil = [True]
     harness = Harness(depth=depth, corrupt=lambda plan: {item.row for item in plan.scheduled} if spoil[0] else set())
     harness.add(make_submit("bad", PROMPT, pooling="last"))
@@ -184,7 +184,7 @@ def test_a_faulty_step_spoils_no_later_vector(depth):
     expect_embedding(harness, again)
 
 
-def test_an_abort_between_two_chunks_leaves_nothing(pooling, depth):
+def test_abort_between_chunks_frees_everything(pooling, depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     harness.add(make_submit("a", PROMPT, pooling=pooling))
     harness.step()
@@ -198,7 +198,7 @@ def test_an_abort_between_two_chunks_leaves_nothing(pooling, depth):
     expect_embedding(harness, again)
 
 
-def test_one_that_waits_past_its_deadline_is_dropped():
+def test_waiting_embedding_expires_at_its_deadline():
     now = [0.0]
     harness = Harness(max_num_seqs=1, clock=lambda: now[0])
     harness.add(make_submit("t", PROMPT[:4], sampling=TEXT))
@@ -210,8 +210,8 @@ def test_one_that_waits_past_its_deadline_is_dropped():
     assert harness.finishes["t", 0].reason is FinishReason.LENGTH
 
 
-def test_sampling_parameters_and_drafts_are_left_alone(pooling):
-    """Whatever a gateway says of tokens that there are not: it changes no row and no mask."""
+def test_embeddings_ignore_sampling_parameters_and_drafts(pooling):
+    """Check that sampling parameters on an embedding request change no row and no mask."""
     harness = Harness(speculation=SpeculationConfig(look_up=True, draft_len=96, max_drafts=4))
     sampling = {"max_tokens": 1, "logprobs": 3, "repetition_penalty": 1.5, "min_tokens": 1, "allowed_token_ids": (5, 6)}
     repeated = [7, 8, 9] * 8
@@ -236,7 +236,7 @@ def test_sampling_parameters_and_drafts_are_left_alone(pooling):
         ({"num_prompt_tokens": 3}, "num_prompt_tokens"),
     ],
 )
-def test_what_has_no_meaning_for_an_embedding_is_refused_by_name(fields, param):
+def test_unsupported_embedding_field_is_refused_by_name(fields, param):
     limits = SubmitLimits(("fake",), VOCAB_SIZE)
     validate_submit(make_submit("a", [5, 6, 7, 8], **fields), limits)
     with pytest.raises(InvalidRequestError, match=param) as error:
@@ -245,7 +245,7 @@ def test_what_has_no_meaning_for_an_embedding_is_refused_by_name(fields, param):
     validate_submit(make_submit("a", [5, 6, 7, 8], pooling="last"), limits)
 
 
-def test_an_embedding_of_nothing_is_an_error():
+def test_embedding_without_tokens_is_refused():
     embedding = Embedding("mean")
     with pytest.raises(RuntimeError, match="nothing"):
         embedding.vector()
@@ -253,8 +253,8 @@ def test_an_embedding_of_nothing_is_an_error():
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_mixtures_with_too_few_pages(seed, depth):
-    """Texts and embeddings of shared prefixes that come, go and are preempted: each gives what it gives alone."""
+def test_random_texts_and_embeddings_with_few_pages_equal_solo_results(seed, depth):
+    """Check that texts and embeddings with shared prefixes, aborts and preemption give their solo results."""
     rng = random.Random(seed)
     harness = Harness(
         depth=depth, num_pages=24, max_num_seqs=6, num_groups=1 + seed % 2, enable_prefix_caching=seed % 3 > 0

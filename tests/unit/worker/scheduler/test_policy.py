@@ -1,4 +1,4 @@
-"""The order of requests, the reserve of admission, and deadlines."""
+"""Queue order, admission reserve and deadlines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_request(name: str = "r", **fields) -> Request:
     )
 
 
-def test_the_queue_is_by_priority_and_then_by_arrival():
+def test_queue_orders_by_priority_then_arrival():
     requests = [make_request(str(priority), priority=priority) for priority in (0, 5, -1, 0, 5, -1)]
     queue = RequestQueue()
     for request in random.Random(3).sample(requests, len(requests)):
@@ -41,7 +41,7 @@ def test_the_queue_is_by_priority_and_then_by_arrival():
     assert list(queue) == expected
 
 
-def test_removing_what_is_not_there_is_an_error():
+def test_removing_absent_request_raises():
     queue = RequestQueue()
     queue.add(make_request())
     with pytest.raises(ValueError, match="request other is not in the queue"):
@@ -53,11 +53,11 @@ def test_removing_what_is_not_there_is_an_error():
 @pytest.mark.parametrize(
     ("num_running", "num_pages", "reserve"), [(0, 1000, 0), (3, 1000, 3), (400, 1000, 50), (4, 10, 1), (1, 1, 1)]
 )
-def test_the_reserve_is_a_page_for_each_that_runs_and_a_twentieth_at_most(num_running, num_pages, reserve):
+def test_reserve_is_one_page_per_running_request_up_to_five_percent(num_running, num_pages, reserve):
     assert admission_reserve(num_running, num_pages) == reserve
 
 
-def test_late_requests_come_once_in_the_order_of_their_deadlines():
+def test_expired_requests_are_returned_once_in_deadline_order():
     queue = DeadlineQueue()
     requests = {deadline: make_request(str(deadline)) for deadline in (3.0, 1.0, 2.0, 9.0)}
     for deadline, request in requests.items():
@@ -67,7 +67,7 @@ def test_late_requests_come_once_in_the_order_of_their_deadlines():
     assert list(queue.pop_expired(3.0)) == []
 
 
-def test_what_started_or_ended_is_not_late():
+def test_started_or_ended_requests_do_not_expire():
     queue = DeadlineQueue()
     started, ended, follower, waiting = (make_request(name) for name in ("started", "ended", "follower", "waiting"))
     for request in (started, ended, follower, waiting):
@@ -78,7 +78,7 @@ def test_what_started_or_ended_is_not_late():
     assert list(queue.pop_expired(2.0)) == [waiting]
 
 
-def test_ended_requests_do_not_pile_up_until_their_deadline():
+def test_deadline_entries_of_ended_requests_are_removed():
     queue = DeadlineQueue()
     waiting = [make_request() for _ in range(100)]
     for request in waiting:

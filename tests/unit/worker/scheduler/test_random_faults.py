@@ -1,4 +1,4 @@
-"""Random loads with everything that can go wrong, between any two phases of a step."""
+"""Random loads with faults injected between any two phases of a step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SYSTEM = [3 + 5 * index % 90 for index in range(22)]
 _OWNERS = (b"gateway-a", b"gateway-b")
 
 
-class ForgetfulKV(KVManager):
-    """Looks every match up anew and compares."""
+class RecheckingKV(KVManager):
+    """Prefix cache that recomputes every match and compares it with the recorded one."""
 
     def match_prefix(self, sequence, token_ids) -> PrefixMatch:
         match = super().match_prefix(sequence, token_ids)
@@ -31,14 +31,14 @@ class ForgetfulKV(KVManager):
 
 
 class FaultWalk:
-    """One random life of a worker. Every choice must end once, with its solo text unless something befell it."""
+    """One random run of a worker. Every choice must end once, with its solo text unless a fault affected it."""
 
     def __init__(self, seed: int, *, corruption: float = 0.0, **options) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.corruption = corruption
         self.corrupted = 0
-        self.harness = Harness(clock=lambda: self.now, corrupt=self._corrupt, kv_class=ForgetfulKV, **options)
+        self.harness = Harness(clock=lambda: self.now, corrupt=self._corrupt, kv_class=RecheckingKV, **options)
         self.harness.interrupt = self._interrupt
         self.submits: dict[str, tuple[Submit, bytes]] = {}
         self.aborted: set[tuple[str, int]] = set()
@@ -66,7 +66,7 @@ class FaultWalk:
         sampling["ignore_eos"] = rng.random() < 0.5
         emitted: list[int] = []
         if rng.random() < 0.3 and POISON_TOKEN_ID not in prompt:
-            # Resumed, all its choices after the same text.
+            # Resumed: all choices continue after the same text.
             emitted = [rng.randrange(3, 96) for _ in range(rng.randrange(1, 10))]
         return make_submit(
             request_id,
@@ -92,7 +92,7 @@ class FaultWalk:
             self.aborted |= {(submit.request_id, number) for number in choices if choice in (None, number)}
             scheduler.abort(submit.request_id, choice, owner)
         elif kind < 0.6:
-            # The other gateway's cancel is not for this request.
+            # The other gateway's cancel does not affect this request.
             scheduler.abort(submit.request_id, None, _OWNERS[owner == _OWNERS[0]])
         elif kind < 0.75:
             self.gone |= self._keys(owner)
@@ -142,17 +142,17 @@ class FaultWalk:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_every_choice_ends_once_and_all_is_given_back(seed, depth):
+def test_every_choice_ends_once_and_resources_are_freed_under_faults(seed, depth):
     FaultWalk(seed, depth=depth, num_pages=20, max_num_seqs=5).run(40)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_faulty_step_computed_is_never_taken_for_text(seed, depth):
+def test_tokens_of_a_faulty_step_are_never_emitted(seed, depth):
     FaultWalk(100 + seed, depth=depth, num_pages=24, max_num_seqs=5, corruption=0.02).run(40)
 
 
-def test_the_walks_meet_what_they_are_made_for():
+def test_fault_walks_reach_every_fault():
     ends: Counter[str] = Counter()
     for seed in range(12):
         walk = FaultWalk(seed, depth=1 + seed % 2, num_pages=20, max_num_seqs=5)
@@ -181,12 +181,12 @@ def test_the_walks_meet_what_they_are_made_for():
     corruption=st.sampled_from((0.0, 0.0, 0.05)),
     enable_prefix_caching=st.booleans(),
 )
-def test_any_shape_of_engine_survives(seed, corruption, num_pages, **options):
+def test_random_engine_configurations_survive_faults(seed, corruption, num_pages, **options):
     FaultWalk(seed, corruption=corruption, num_pages=max(num_pages, 16), **options).run(12)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_pages_that_a_faulty_step_spoiled_are_not_found_by_the_next(depth):
+def test_pages_of_a_faulty_step_are_not_reused(depth):
     spoil = [True]
     harness = Harness(depth=depth, corrupt=lambda plan: {item.row for item in plan.scheduled} if spoil[0] else set())
     sampling = {"ignore_eos": True, "max_tokens": 4}
@@ -202,12 +202,12 @@ def test_pages_that_a_faulty_step_spoiled_are_not_found_by_the_next(depth):
 
 def _num_requests() -> int:
     gc.collect()
-    # Not isinstance: some objects of other libraries warn when their class is asked for.
+    # Not isinstance: some objects of other libraries warn when their class is read.
     return sum(type(thing) is Request for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_ten_thousand_aborts_leave_nothing(depth):
+def test_ten_thousand_aborts_free_everything(depth):
     before = _num_requests()
     rng = random.Random(depth)
     harness = Harness(depth=depth)
@@ -230,5 +230,5 @@ def test_ten_thousand_aborts_leave_nothing(depth):
         FinishReason.LENGTH,
     }
     assert len(harness.finishes) == 15_000
-    # Those that the deadlines still name are few, however many there were.
+    # Deadline entries stay few, however many requests there were.
     assert _num_requests() - before <= 200

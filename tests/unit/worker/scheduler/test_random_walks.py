@@ -1,4 +1,4 @@
-"""Random loads against the plain baseline: every text equals its text alone, and everything is given back."""
+"""Random loads compared with solo runs: each text equals its solo text, and all pages are freed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _random_submit(rng: random.Random, number: int, max_model_len: int) -> Submi
         salt=rng.choice((b"", b"", b"tenant")),
     )
     if rng.random() < 0.15:
-        # Resumed: what was emitted before follows the prompt.
+        # Resumed: the tokens already emitted follow the prompt.
         emitted = generate(prompt, submit.sampling, 0, max_model_len)[: rng.randrange(1, 8)]
         return make_submit(
             f"r{number}", prompt + emitted, num_prompt_tokens=num_prompt_tokens, sampling=submit.sampling
@@ -85,7 +85,7 @@ def _check_texts(harness: Harness, submit: Submit, aborted: set[tuple[str, int]]
             assert [entry.token_id for entry in entries] == harness.tokens[key]
         reports = [output.prompt_logprobs for output in harness.outputs[key] if output.prompt_logprobs is not None]
         wanted = submit.sampling.prompt_logprobs is not None and choice == 0
-        # An abort may come before the report is complete, or between the report and the first token.
+        # An abort may arrive before the report is complete, or between the report and the first token.
         assert len(reports) == wanted or (wanted and not harness.tokens[key])
         for report in reports:
             assert [entry.token_id for entry in report] == submit.token_ids[: submit.num_prompt_tokens]
@@ -94,12 +94,12 @@ def _check_texts(harness: Harness, submit: Submit, aborted: set[tuple[str, int]]
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_texts_equal_solo_texts_with_room_enough(seed, depth, caching):
+def test_texts_equal_solo_texts_with_enough_pages(seed, depth, caching):
     harness = _walk(seed, depth=depth, num_pages=200, enable_prefix_caching=caching)
     assert harness.scheduler.counters.generation_tokens_total > 0
 
 
-def test_pages_are_short_in_the_walks_where_they_should_be():
+def test_few_page_walks_preempt():
     walks = [_walk(seed, depth=1 + seed % 2, num_pages=24, max_num_seqs=6) for seed in range(8)]
     assert sum(walk.scheduler.counters.num_preemptions_total for walk in walks) >= 10
     assert sum(walk.kv.num_evictions for walk in walks) >= 10
@@ -108,7 +108,7 @@ def test_pages_are_short_in_the_walks_where_they_should_be():
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_texts_equal_solo_texts_when_pages_are_short(seed, depth, num_groups):
+def test_texts_equal_solo_texts_with_few_pages(seed, depth, num_groups):
     _walk(seed, depth=depth, num_groups=num_groups, num_pages=24, max_num_seqs=6)
 
 
@@ -121,7 +121,7 @@ def test_texts_equal_solo_texts_when_pages_are_short(seed, depth, num_groups):
     max_num_batched_tokens=st.integers(16, 64),
     enable_prefix_caching=st.booleans(),
 )
-def test_any_shape_of_engine_gives_the_same_texts(seed, page_size, num_pages, **options):
-    # As many tokens as the largest request has, whatever the page size.
+def test_random_engine_configurations_give_the_same_texts(seed, page_size, num_pages, **options):
+    # The cache holds as many tokens as the largest request has, for every page size.
     pages = max(num_pages, 96) if page_size == 1 else num_pages
     _walk(seed, 10, page_size=page_size, num_pages=pages, **options)

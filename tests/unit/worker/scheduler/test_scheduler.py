@@ -1,4 +1,4 @@
-"""What the scheduler promises, one case each."""
+"""Guarantees of the scheduler, one test each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def depth(request):
     return request.param
 
 
-def test_prompts_longer_than_a_step_are_read_in_chunks(depth):
+def test_long_prompts_are_computed_in_chunks(depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     submit = make_submit("a", [3 + index for index in range(50)], sampling=FREE_RUN)
     harness.add(submit)
@@ -29,14 +29,14 @@ def test_prompts_longer_than_a_step_are_read_in_chunks(depth):
     assert chunks == [16, 16, 16, 2] + [1] * 7
 
 
-def test_a_text_that_ends_by_length_costs_no_step_more(depth):
+def test_length_end_takes_no_extra_step(depth):
     harness = Harness(depth=depth)
     harness.add(make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 5}))
     harness.drain()
     assert sum(item.sample for plan in harness.executor.plans for item in plan.scheduled) == 5
 
 
-def test_a_text_that_ends_by_a_stop_token_costs_one_token_at_most(depth):
+def test_stop_token_end_computes_at_most_one_extra_token(depth):
     harness = Harness(depth=depth)
     text = generate(PROMPT, make_submit("x", PROMPT, sampling=FREE_RUN).sampling, 0, 96)
     stop = text[3]
@@ -48,7 +48,7 @@ def test_a_text_that_ends_by_a_stop_token_costs_one_token_at_most(depth):
     assert harness.scheduler.counters.discarded_tokens_total == depth - 1
 
 
-def test_the_context_length_ends_a_text():
+def test_context_length_ends_text():
     harness = Harness(max_model_len=16)
     submit = make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 50})
     harness.add(submit)
@@ -57,7 +57,7 @@ def test_the_context_length_ends_a_text():
     assert harness.finishes["a", 0].reason is FinishReason.LENGTH
 
 
-def test_a_resumed_request_that_was_complete_ends_at_once():
+def test_complete_resumed_request_ends_immediately():
     harness = Harness()
     harness.add(make_submit("a", [*PROMPT, 20, 21], num_prompt_tokens=10, sampling={"max_tokens": 2}))
     assert harness.finishes["a", 0].reason is FinishReason.LENGTH
@@ -65,7 +65,7 @@ def test_a_resumed_request_that_was_complete_ends_at_once():
     assert not harness.executor.plans
 
 
-def test_a_request_larger_than_the_context_or_the_cache_is_refused_with_the_numbers():
+def test_request_larger_than_context_or_cache_is_refused_with_sizes():
     harness = Harness(num_pages=8, page_size=4, max_model_len=64)
     with pytest.raises(ContextLengthError, match=r"70 tokens.*maximum context length is 64"):
         harness.add(make_submit("a", [5] * 70))
@@ -78,7 +78,7 @@ def test_a_request_larger_than_the_context_or_the_cache_is_refused_with_the_numb
     harness.expect_solo(fits)
 
 
-def test_an_id_that_is_live_is_refused_and_the_first_goes_on():
+def test_duplicate_live_id_is_refused_and_first_request_continues():
     harness = Harness()
     submit = make_submit("a", PROMPT, num_choices=2, sampling=FREE_RUN)
     harness.add(submit)
@@ -89,7 +89,7 @@ def test_an_id_that_is_live_is_refused_and_the_first_goes_on():
     harness.expect_solo(submit)
 
 
-def test_a_prefix_seen_before_is_not_computed_again():
+def test_cached_prefix_is_not_recomputed():
     harness = Harness()
     first = make_submit("a", PROMPT, sampling=FREE_RUN)
     harness.add(first)
@@ -120,7 +120,7 @@ def test_choices_share_the_prompt_and_copy_its_last_page(depth):
     assert sum(len(plan.page_copies) for plan in plans) == 3
 
 
-def test_choices_of_a_prompt_that_fills_its_pages_copy_the_page_that_they_would_write():
+def test_choices_of_page_aligned_prompt_copy_the_page_they_write():
     harness = Harness(max_num_seqs=4)
     submit = make_submit("a", PROMPT[:8], num_choices=3, sampling=FREE_RUN)
     harness.add(submit)
@@ -129,7 +129,7 @@ def test_choices_of_a_prompt_that_fills_its_pages_copy_the_page_that_they_would_
     assert sum(len(plan.page_copies) for plan in harness.executor.plans) == 2
 
 
-def test_choices_survive_the_abort_of_the_first():
+def test_choices_survive_abort_of_the_first_choice():
     harness = Harness(max_num_batched_tokens=16)
     submit = make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN)
     harness.add(submit)
@@ -141,7 +141,7 @@ def test_choices_survive_the_abort_of_the_first():
     harness.expect_solo(rest)
 
 
-def test_pages_too_few_for_two_preempt_the_later(depth):
+def test_page_shortage_preempts_the_later_request(depth):
     harness = Harness(depth=depth, num_pages=10, max_num_seqs=2)
     submits = [
         make_submit(name, PROMPT, salt=name.encode(), sampling={"ignore_eos": True, "max_tokens": 24}) for name in "ab"
@@ -158,7 +158,7 @@ def test_pages_too_few_for_two_preempt_the_later(depth):
         harness.expect_solo(submit)
 
 
-def test_lower_priority_numbers_run_first_and_displace_others(depth):
+def test_lower_priority_number_runs_first_and_preempts(depth):
     harness = Harness(depth=depth, max_num_seqs=1)
     submits = [
         make_submit(name, PROMPT, priority=priority, sampling=FREE_RUN)
@@ -176,7 +176,7 @@ def test_lower_priority_numbers_run_first_and_displace_others(depth):
         harness.expect_solo(submit)
 
 
-def test_equal_priorities_do_not_displace_each_other():
+def test_equal_priorities_do_not_preempt_each_other():
     harness = Harness(max_num_seqs=1)
     for name in "abc":
         harness.add(make_submit(name, PROMPT, sampling=FREE_RUN))
@@ -185,7 +185,7 @@ def test_equal_priorities_do_not_displace_each_other():
     assert harness.scheduler.counters.num_preemptions_total == 0
 
 
-def test_a_large_request_at_the_head_is_not_overtaken():
+def test_large_request_at_queue_head_is_not_overtaken():
     harness = Harness(num_pages=12, max_num_seqs=4)
     harness.add(make_submit("running", PROMPT, sampling={"ignore_eos": True, "max_tokens": 12}))
     harness.step()
@@ -197,7 +197,7 @@ def test_a_large_request_at_the_head_is_not_overtaken():
     assert first_rows.index([50]) > [len(ids) for ids in first_rows].index(36)
 
 
-def test_waiting_past_the_deadline_fails_and_running_past_it_does_not():
+def test_deadline_fails_waiting_but_not_running_requests():
     now = [100.0]
     harness = Harness(max_num_seqs=1, clock=lambda: now[0])
     runs = make_submit("a", PROMPT, deadline=101.0, num_choices=2, sampling=FREE_RUN)
@@ -212,7 +212,7 @@ def test_waiting_past_the_deadline_fails_and_running_past_it_does_not():
     assert harness.finishes["b", 0].code == "deadline_exceeded"
 
 
-def test_a_choice_whose_sibling_has_ended_waits_past_the_deadline_like_others_that_started():
+def test_waiting_choice_with_ended_sibling_does_not_expire():
     now = [0.0]
     harness = Harness(max_num_seqs=1, clock=lambda: now[0])
     submit = make_submit("a", PROMPT, deadline=5.0, num_choices=3, sampling={"ignore_eos": True, "max_tokens": 1})
@@ -225,14 +225,14 @@ def test_a_choice_whose_sibling_has_ended_waits_past_the_deadline_like_others_th
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9])
-def test_the_prompt_that_choices_share_counts_once(depth, max_tokens):
+def test_shared_prompt_of_choices_is_counted_once(depth, max_tokens):
     harness = Harness(depth=depth)
     harness.add(make_submit("a", PROMPT, num_choices=4, sampling={"ignore_eos": True, "max_tokens": max_tokens}))
     harness.drain()
     assert harness.scheduler.counters.prompt_tokens_total == len(PROMPT)
 
 
-def test_a_prompt_counts_once_though_the_choice_that_read_it_was_aborted(depth):
+def test_shared_prompt_is_counted_once_after_abort_of_its_reader(depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     harness.add(make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN))
     harness.step()
@@ -241,7 +241,7 @@ def test_a_prompt_counts_once_though_the_choice_that_read_it_was_aborted(depth):
     assert harness.scheduler.counters.prompt_tokens_total == 40
 
 
-def test_nobody_is_preempted_for_a_request_that_even_so_would_not_fit(depth):
+def test_no_preemption_when_request_would_still_not_fit(depth):
     harness = Harness(depth=depth, num_pages=20)
     high = make_submit("high", [5] * 40, priority=-5, sampling={"ignore_eos": True, "max_tokens": 20})
     low = make_submit("low", [6] * 8, priority=5, sampling={"ignore_eos": True, "max_tokens": 8})
@@ -256,7 +256,7 @@ def test_nobody_is_preempted_for_a_request_that_even_so_would_not_fit(depth):
         harness.expect_solo(submit)
 
 
-def test_no_equal_is_preempted_for_what_the_less_urgent_cannot_give(depth):
+def test_equal_priority_is_not_preempted_when_lower_ones_free_too_little(depth):
     harness = Harness(depth=depth, num_pages=20)
     equal = make_submit("equal", [5] * 40, sampling={"ignore_eos": True, "max_tokens": 20})
     low = make_submit("low", [6] * 8, priority=5, sampling={"ignore_eos": True, "max_tokens": 8})
@@ -269,18 +269,18 @@ def test_no_equal_is_preempted_for_what_the_less_urgent_cannot_give(depth):
     harness.expect_solo(equal)
 
 
-def test_choices_compute_a_prompt_once_that_takes_several_steps(depth):
+def test_choices_share_a_prompt_computed_over_several_steps(depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16, enable_prefix_caching=False)
     submit = make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN)
     harness.add(submit)
     harness.drain()
     harness.expect_solo(submit)
-    # Each of the two forks computes the last prompt token for itself.
+    # Each of the two forks computes the last prompt token itself.
     num_computed = sum(plan.num_tokens for plan in harness.executor.plans)
     assert num_computed == 40 + 2 + 3 * (FREE_RUN["max_tokens"] - 1)
 
 
-def test_an_urgent_request_that_needs_all_pages_gets_them(depth):
+def test_urgent_request_can_take_all_pages(depth):
     harness = Harness(depth=depth, num_pages=20)
     for name in "abc":
         harness.add(make_submit(name, PROMPT, salt=name.encode(), priority=1, sampling=FREE_RUN))
@@ -291,7 +291,7 @@ def test_an_urgent_request_that_needs_all_pages_gets_them(depth):
     assert harness.scheduler.counters.num_preemptions_total == 3
 
 
-def test_logits_that_are_not_finite_fail_their_request_alone_and_leave_no_page_behind(depth):
+def test_non_finite_logits_fail_only_their_request_and_free_its_pages(depth):
     harness = Harness(depth=depth)
     poisoned = make_submit("bad", [*PROMPT, POISON_TOKEN_ID, *PROMPT], sampling=FREE_RUN)
     good = make_submit("good", PROMPT, salt=b"x", sampling=FREE_RUN)
@@ -310,7 +310,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone_and_leave_no_page_b
 
 
 @pytest.mark.parametrize("steps", range(7))
-def test_an_abort_at_any_time_leaves_nothing_behind(depth, steps):
+def test_abort_at_any_step_frees_everything(depth, steps):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     harness.add(make_submit("a", [3 + index for index in range(40)], num_choices=2, sampling=FREE_RUN))
     for _ in range(steps):
@@ -324,7 +324,7 @@ def test_an_abort_at_any_time_leaves_nothing_behind(depth, steps):
     assert len(harness.finishes) == 2
 
 
-def test_a_gateway_that_is_gone_takes_its_requests_and_their_news_along():
+def test_lost_gateway_drops_its_requests_and_outputs():
     harness = Harness()
     scheduler = harness.scheduler
     scheduler.add(make_submit("a", PROMPT, num_choices=2), b"gone")
@@ -335,7 +335,7 @@ def test_a_gateway_that_is_gone_takes_its_requests_and_their_news_along():
     assert harness.finishes["a", 0].reason is FinishReason.LENGTH
 
 
-def test_a_result_of_another_step_is_refused():
+def test_result_of_another_step_is_refused():
     harness = Harness(depth=2)
     harness.add(make_submit("a", PROMPT, sampling=FREE_RUN))
     first = harness.scheduler.schedule()
@@ -346,6 +346,6 @@ def test_a_result_of_another_step_is_refused():
         harness.scheduler.apply(second, result)
 
 
-def test_every_row_must_fit_a_step():
+def test_token_budget_below_max_num_seqs_is_refused():
     with pytest.raises(ConfigurationError, match=r"max_num_batched_tokens is 16.*max_num_seqs \(32\)"):
         SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=16, max_model_len=64)

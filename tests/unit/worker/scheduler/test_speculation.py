@@ -1,4 +1,4 @@
-"""Drafts, right and wrong, verified several at a time: whatever is guessed, every text is the text without."""
+"""Speculative decoding in the scheduler: every text equals the text without drafts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GuessingHarness(Harness):
 
 
 def walk(monkeypatch, seed, *, skill=0.7, draft_model=False, **options):
-    """test_random_walks, guessing."""
+    """Run a random walk of test_random_walks with drafts."""
     monkeypatch.setattr(
         "tests.unit.worker.scheduler.test_random_walks.Harness",
         lambda **kwargs: GuessingHarness(seed, skill=skill, draft_model=draft_model, **kwargs),
@@ -48,7 +48,7 @@ def walk(monkeypatch, seed, *, skill=0.7, draft_model=False, **options):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_pages", [200, 24], ids=["enough pages", "few pages"])
 @pytest.mark.parametrize("seed", range(4))
-def test_texts_equal_solo_texts(seed, num_pages, depth, draft_model, monkeypatch):
+def test_texts_with_drafts_equal_solo_texts(seed, num_pages, depth, draft_model, monkeypatch):
     harness = walk(
         monkeypatch, seed, depth=depth, num_pages=num_pages, num_groups=1 + seed % 2, draft_model=draft_model
     )
@@ -70,14 +70,17 @@ def test_texts_equal_solo_texts(seed, num_pages, depth, draft_model, monkeypatch
     max_num_batched_tokens=st.integers(16, 64),
     enable_prefix_caching=st.booleans(),
 )
-def test_any_shape_of_engine_gives_the_same_texts(seed, page_size, num_pages, **options):
+def test_random_engine_configurations_give_the_same_texts(seed, page_size, num_pages, **options):
     pages = max(num_pages, 96) if page_size == 1 else num_pages
     with pytest.MonkeyPatch.context() as monkeypatch:
         walk(monkeypatch, seed, num_requests=10, page_size=page_size, num_pages=pages, **options)
 
 
-def test_rejection_draws_nothing_for_a_text_with_a_grammar():
-    """What the grammar cuts would depend on what was drawn, and the token in its place on the same noise."""
+def test_rejection_sampling_draws_nothing_with_a_grammar():
+    """Check that rejection sampling draws nothing for a text with a grammar.
+
+    The cut made by the grammar would otherwise depend on the draw, and the replacement token on the same noise.
+    """
     grammars = FakeGrammars(VOCAB_SIZE)
     for rejection in (False, True):
         harness = Harness(constraints=make_constraints(grammars), speculation=speculation(64, rejection=rejection))
@@ -92,8 +95,8 @@ def test_rejection_draws_nothing_for_a_text_with_a_grammar():
         assert len([row for plan in harness.executor.plans for row in plan.drafting]) > len(drafted)
 
 
-def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
-    """What a step takes is learned by what it computed."""
+def test_truncated_drafts_are_not_counted_in_step_cost(monkeypatch):
+    """Check that the measured cost of a step counts only the rows that the step computed."""
     harness = Harness(constraints=make_constraints(FakeGrammars(VOCAB_SIZE)), speculation=speculation())
     Guesses(harness, 1, skill=0.0)
     observed: list[int] = []
@@ -111,7 +114,7 @@ def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
         done = len(request.token_ids) - len(PROMPT)
         return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, 0.5)
 
-    # All that the grammar allows, to its end after nine tokens: nothing may be sampled there.
+    # The grammar allows exactly these nine tokens and then ends; nothing may be sampled there.
     monkeypatch.setattr(harness.scheduler._speculator, "_guess", guess)
     for number in range(8):
         sampling = {"max_tokens": 20, "ignore_eos": True, "seed": number}
@@ -123,8 +126,11 @@ def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
     assert harness.scheduler.counters.step_tokens_total == sum(plan.num_tokens for plan in harness.executor.plans)
 
 
-def test_a_grammar_is_spared_the_masks_of_drafts_that_are_always_wrong(monkeypatch):
-    """Each mask may leave its lexer states, of which there are not endlessly many."""
+def test_always_rejected_drafts_stop_costing_grammar_masks(monkeypatch):
+    """Check that drafts that are always rejected stop costing grammar masks.
+
+    Each mask may create lexer states, whose number is limited.
+    """
     options = {"max_num_seqs": 1, "max_model_len": 1000, "num_pages": 500, "max_num_batched_tokens": 64}
     harness = Harness(constraints=make_constraints(FakeGrammars(VOCAB_SIZE)), speculation=speculation(), **options)
     Guesses(harness, 1)
@@ -146,7 +152,7 @@ def test_a_grammar_is_spared_the_masks_of_drafts_that_are_always_wrong(monkeypat
 
 
 class GuessingGrammarWalk(GrammarWalk):
-    """Grammars, aborts, gateways that vanish, steps that fail, and guesses in flight meanwhile."""
+    """Fault walk with grammars, aborts, lost gateways, failing steps and drafts in flight."""
 
     def __init__(self, seed: int, **options) -> None:
         super().__init__(seed, speculation=speculation(64), **options)
@@ -155,7 +161,7 @@ class GuessingGrammarWalk(GrammarWalk):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_every_choice_ends_once(seed, depth):
+def test_every_choice_ends_once_with_drafts_under_faults(seed, depth):
     run = GuessingGrammarWalk(seed, depth=depth, num_pages=20, max_num_seqs=5)
     run.run(40)
     assert run.grammars.num_pending == 0
@@ -169,7 +175,7 @@ def finished(harness: Harness, name: str = "r", **fields):
 
 
 class _Certain(random.Random):
-    """Random numbers that make every guess right, and as long as it may be."""
+    """Random generator that accepts every draft and chooses the greatest draft length."""
 
     def random(self) -> float:
         return 0.5
@@ -187,12 +193,12 @@ def always_right(**options) -> GuessingHarness:
     return harness
 
 
-def test_a_guess_that_is_always_right_takes_few_steps():
+def test_always_accepted_drafts_reduce_steps():
     harness = always_right()
     sampling = {"max_tokens": 31, "ignore_eos": True, "seed": 5}
     finish, tokens = finished(harness, sampling=sampling)
     assert finish.reason is FinishReason.LENGTH and len(tokens) == 31
-    # The prompt's step gives a token, five give six each.
+    # The prompt's step gives one token; five steps give six each.
     assert len(harness.plans) == 6
     plain = Harness()
     assert finished(plain, sampling=sampling) == (finish, tokens)
@@ -202,7 +208,7 @@ def test_a_guess_that_is_always_right_takes_few_steps():
     assert (harness.outputs["r", 0][-1].drafts.num_accepted, harness.outputs["r", 0][-1].drafts.num_rejected) == (25, 0)
 
 
-def test_no_draft_goes_beyond_what_the_request_may_still_generate():
+def test_drafts_stay_within_remaining_token_limit():
     for max_tokens in range(1, 10):
         harness = GuessingHarness(max_tokens, skill=1.0)
         finish, tokens = finished(harness, sampling={"max_tokens": max_tokens, "ignore_eos": True})
@@ -217,7 +223,7 @@ def test_no_draft_goes_beyond_what_the_request_may_still_generate():
     [({}, True), ({"speculative": False}, False), ({"sampling": {"mirostat": 2, "temperature": 1.0}}, False)],
     ids=["as usual", "not wanted", "mirostat"],
 )
-def test_who_gets_drafts(fields, drafts):
+def test_which_requests_get_drafts(fields, drafts):
     harness = GuessingHarness(skill=1.0)
     sampling = {"max_tokens": 20, "ignore_eos": True} | fields.pop("sampling", {})
     finished(harness, sampling=sampling, **fields)
@@ -225,7 +231,7 @@ def test_who_gets_drafts(fields, drafts):
     assert (harness.outputs["r", 0][-1].drafts is not None) == drafts
 
 
-def test_a_step_takes_no_more_tokens_than_it_may():
+def test_drafts_stay_within_step_token_budget():
     harness = GuessingHarness(skill=1.0, max_num_seqs=8, max_num_batched_tokens=16, num_pages=200)
     for number in range(8):
         harness.add(make_submit(f"r{number}", PROMPT, sampling={"max_tokens": 20, "ignore_eos": True, "seed": number}))
@@ -234,7 +240,7 @@ def test_a_step_takes_no_more_tokens_than_it_may():
     assert max(sizes) == 16
 
 
-def test_prompts_go_on_however_much_there_is_to_verify():
+def test_prompts_progress_beside_many_drafts():
     harness = always_right(max_num_seqs=4, max_num_batched_tokens=16, num_pages=200)
     long = {"max_tokens": 80, "ignore_eos": True}
     for number in range(3):
@@ -250,8 +256,8 @@ def test_prompts_go_on_however_much_there_is_to_verify():
     harness.drain()
 
 
-class Dragging:
-    """Makes what a step computes for a row unusable from a random place on, as drafts without finite values do."""
+class UnusableDrafts:
+    """Executor wrapper that makes a row's results unusable from a random position on, as non-finite drafts do."""
 
     def __init__(self, harness: Harness, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -271,9 +277,9 @@ class Dragging:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_that_drag_their_row_down_fail_nobody(seed, depth):
+def test_unusable_drafts_do_not_fail_their_request(seed, depth):
     harness = GuessingHarness(seed, depth=depth, max_num_seqs=3, num_pages=40)
-    dragging = Dragging(harness, seed)
+    unusable = UnusableDrafts(harness, seed)
     submits = [
         make_submit(f"r{number}", PROMPT[: 1 + number], sampling={"max_tokens": 24, "seed": number, "ignore_eos": True})
         for number in range(5)
@@ -284,13 +290,13 @@ def test_drafts_that_drag_their_row_down_fail_nobody(seed, depth):
     for submit in submits:
         harness.expect_solo(submit)
     counters = harness.scheduler.counters
-    # Once each: whoever has had such drafts gets no others.
-    assert 0 < dragging.num_failed <= 5
+    # One message each: a request with unusable drafts gets no further drafts.
+    assert 0 < unusable.num_failed <= 5
     assert counters.invalid_logits_total == 0
     assert all(output.token_ids or output.finish for outputs in harness.outputs.values() for output in outputs)
 
 
-def test_what_is_unusable_without_drafts_too_fails():
+def test_unusable_row_without_drafts_fails():
     harness = always_right(corrupt=lambda plan: {0} if plan.step >= 2 else set())
     finish, tokens = finished(harness, sampling={"max_tokens": 30, "ignore_eos": True})
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "invalid_logits")
@@ -299,7 +305,7 @@ def test_what_is_unusable_without_drafts_too_fails():
     assert harness.kv.num_cached <= 1
 
 
-def test_drafts_that_have_no_pages_are_left_out():
+def test_drafts_without_free_pages_are_omitted():
     harness = GuessingHarness(skill=1.0, num_pages=4, max_model_len=16, max_num_seqs=1)
     finish, tokens = finished(harness, sampling={"max_tokens": 11, "ignore_eos": True})
     assert finish.reason is FinishReason.LENGTH and len(tokens) == 11
@@ -315,8 +321,8 @@ def test_drafts_that_have_no_pages_are_left_out():
         (125, 16, [(4, 10), (5, 21), (3, 14), (3, 22)]),
     ],
 )
-def test_drafts_leave_the_others_a_page_each(seed, num_pages, lengths):
-    """Pages that are just enough, in the order in which texts end; drafts that took the last ones cost a preemption."""
+def test_drafts_leave_one_page_per_other_request(seed, num_pages, lengths):
+    """Check that drafts never take pages that another request needs, for just enough pages and any order of ends."""
     options = {"num_pages": num_pages, "max_num_seqs": 4}
     for harness in (Harness(**options), guessing := GuessingHarness(seed, skill=1.0, **options)):
         for number, (num_prompt, max_tokens) in enumerate(lengths):
@@ -327,7 +333,7 @@ def test_drafts_leave_the_others_a_page_each(seed, num_pages, lengths):
     assert guessing.num_verified > 0
 
 
-def test_news_of_a_verification_is_one_message():
+def test_verified_tokens_arrive_in_one_output():
     harness = always_right()
     finished(harness, sampling={"max_tokens": 24, "ignore_eos": True, "logprobs": 1})
     outputs = harness.outputs["r", 0]
@@ -336,7 +342,7 @@ def test_news_of_a_verification_is_one_message():
     assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
 
 
-def test_drafts_do_not_carry_a_step_beyond_the_rows_that_are_computed_alike():
+def test_drafts_stay_within_max_bitwise_identical_rows():
     harness = GuessingHarness(skill=1.0, max_num_seqs=4, num_pages=200)
     speculator = harness.scheduler._speculator
     speculator._config = dataclasses.replace(speculator._config, max_bitwise_identical_rows=6)

@@ -1,4 +1,4 @@
-"""What a step drafts and verifies, on a scheduler whose steps take what the test says."""
+"""Draft lengths and verification in a scheduler whose step times the test sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.scheduler.speculator import MAX_CATCH_UP, SpeculationConfig, Specula
 
 MAX_DRAFTS = 5
 DRAFT_MS, READ_MS = 0.05, 0.02
-"""A pass that proposes, and a token that is read."""
+"""Milliseconds of a drafting pass and of reading one token."""
 
 
 def cheap_rows(plan: StepPlan) -> float:
@@ -23,7 +23,7 @@ def dear_rows(plan: StepPlan) -> float:
 
 
 class TimedHarness(Harness):
-    """One step in flight; the draft model is right in two of three cases."""
+    """Harness with one step in flight and a draft model that is right in two of three cases."""
 
     def __init__(
         self, cost: Callable[[StepPlan], float], *, look_up: bool = False, draft_ms: float = DRAFT_MS, **options
@@ -35,7 +35,7 @@ class TimedHarness(Harness):
             "max_num_batched_tokens": 1024,
         } | options
         config = SpeculationConfig(look_up=look_up, draft_len=2000, max_drafts=MAX_DRAFTS)
-        # Looking for drafts takes a twentieth of a millisecond.
+        # An n-gram look-up takes 0.05 ms.
         super().__init__(speculation=config, clock=itertools.count(0.0, 5e-5).__next__, **options)
         assert self.scheduler._speculator is not None
         self.speculator: Speculator = self.scheduler._speculator
@@ -77,7 +77,7 @@ class TimedHarness(Harness):
 
 
 def counted(monkeypatch, owner: object, name: str) -> list[tuple]:
-    """Arguments of each call from now on."""
+    """Record the arguments of each later call."""
     calls: list[tuple] = []
     call = getattr(owner, name)
 
@@ -89,17 +89,17 @@ def counted(monkeypatch, owner: object, name: str) -> list[tuple]:
     return calls
 
 
-def test_a_draft_model_that_does_not_pay_is_seldom_asked_for(monkeypatch):
+def test_unprofitable_draft_model_is_rarely_used(monkeypatch):
     harness = TimedHarness(dear_rows, draft_ms=5.0, look_up=True)
     harness.start(8)
     harness.steps(100)
     asked = counted(monkeypatch, harness.speculator._policy, "num_to_draft")
     looked = counted(monkeypatch, harness.speculator, "_guess")
     harness.steps(170)
-    # With pauses of 16 steps for look-ups and of 64 for the draft model, which has a step itself now and then.
+    # Pauses are 16 steps for look-ups and 64 for the draft model, which occasionally takes a step itself.
     assert 2 <= len(asked) <= 12
     assert len(looked) <= 8 * 40
-    # Others than before: what was found may be different now.
+    # These drafts may differ from the earlier ones, because the look-up ran again.
     num_asked = len(asked)
     for number in range(4):
         harness.abort(f"r{number}")
@@ -107,7 +107,7 @@ def test_a_draft_model_that_does_not_pay_is_seldom_asked_for(monkeypatch):
     assert len(asked) > num_asked
 
 
-def test_the_draft_model_is_not_asked_more_often_because_there_was_nothing_to_do(monkeypatch):
+def test_idle_period_does_not_increase_draft_model_use(monkeypatch):
     harness = TimedHarness(dear_rows, draft_ms=5.0, look_up=True)
     harness.start(8)
     harness.steps(300)
@@ -120,7 +120,7 @@ def test_the_draft_model_is_not_asked_more_often_because_there_was_nothing_to_do
     assert len(asked) <= 2
 
 
-def test_a_probe_of_the_draft_model_reads_one_text(monkeypatch):
+def test_draft_model_probe_uses_one_request(monkeypatch):
     harness = TimedHarness(cheap_rows)
     policy = harness.speculator._policy
     for is_probe in (False, True):
@@ -137,7 +137,7 @@ def test_a_probe_of_the_draft_model_reads_one_text(monkeypatch):
             harness.abort(f"r{number}")
 
 
-def test_one_look_up_serves_the_question_for_a_draft_and_the_verification(monkeypatch):
+def test_one_lookup_per_row_serves_drafting_and_verification(monkeypatch):
     harness = TimedHarness(cheap_rows, look_up=True)
     for pause in harness.speculator._pauses:
         monkeypatch.setattr(pause, "learn", lambda **_: None)
@@ -150,7 +150,7 @@ def test_one_look_up_serves_the_question_for_a_draft_and_the_verification(monkey
         assert len(looked) <= 4
 
 
-def test_a_draft_model_that_pays_is_asked_every_other_step():
+def test_profitable_draft_model_runs_every_other_step():
     harness = TimedHarness(cheap_rows)
     harness.start(4)
     harness.steps(60)
@@ -160,7 +160,7 @@ def test_a_draft_model_that_pays_is_asked_every_other_step():
     assert harness.num_accepted > 60
 
 
-def test_who_wants_no_drafts_waits_no_more_than_a_twentieth_longer():
+def test_request_without_speculation_is_slowed_at_most_five_percent():
     shares = {}
     for draft_ms in (0.01, 1.0):
         harness = TimedHarness(cheap_rows, draft_ms=draft_ms)
@@ -174,24 +174,24 @@ def test_who_wants_no_drafts_waits_no_more_than_a_twentieth_longer():
         longer = sum(milliseconds for _, milliseconds in late) / (num_plain * 5.05)
         assert longer < 1.06
         shares[draft_ms] = sum(bool(plan.drafting) for plan, _ in late) / len(late)
-    # One such request does not stop a draft model that costs next to nothing.
+    # One such request does not stop a draft model that is almost free.
     assert shares[0.01] > 0.3
     assert shares[1.0] < 0.05
 
 
-def test_the_draft_model_does_not_read_again_what_it_proposed_and_came():
+def test_draft_model_does_not_reread_accepted_proposals():
     harness = TimedHarness(cheap_rows)
     harness.start(2)
     harness.steps(100)
     rows = [row for plan in harness.drafting[10:] for row in plan.drafting]
     assert len(rows) > 40
-    # The last proposal, which it has not read, and the token after it.
+    # The last proposal, which the draft model has not read, and the token after it.
     assert max(row.count for row in rows) == 2
     assert min(row.count for row in rows) == 1
 
 
-def test_what_was_read_ahead_is_forgotten_with_the_pages():
-    """Requests are preempted now and then: FakeExecutor knows what each page holds."""
+def test_preemption_drops_draft_state_with_the_pages():
+    """Check that preemption drops draft state with the pages, whose contents FakeExecutor records."""
     harness = TimedHarness(cheap_rows, num_pages=60, max_num_seqs=6, max_model_len=120)
     harness.start(6, num_prompt=20)
     harness.steps(200)
@@ -199,7 +199,7 @@ def test_what_was_read_ahead_is_forgotten_with_the_pages():
     assert harness.num_accepted > 100
 
 
-def test_prompts_are_read_in_parts_that_take_no_longer_than_a_step_may():
+def test_draft_model_reads_prompts_in_chunks_within_target_step_time():
     harness = TimedHarness(cheap_rows, target_step_ms=20.0)
     harness.start(4)
     harness.steps(60)

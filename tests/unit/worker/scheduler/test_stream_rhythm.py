@@ -1,4 +1,4 @@
-"""Streams beside a long prompt, on a simulated machine with a simulated clock."""
+"""Token intervals of streams beside a long prompt, on a simulated machine with a simulated clock."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PROMPT_TOKENS = 4000
 
 @dataclass(frozen=True)
 class Machine:
-    """What steps take.
+    """Step costs of a simulated machine.
 
     Attributes:
-        decode_ms: a step of a few decoding rows.
-        token_ms: each prompt token more.
-        attention: context at which a prompt token costs twice as much as at the start.
-        noise: each step takes up to this share more or less.
-        settled: tokens that each stream has when the prompt comes; 0: nothing is learned yet.
-        hiccup: the first step of decoding rows alone takes so many times its time.
+    decode_ms: Duration of a step with a few decoding rows.
+    token_ms: Additional duration per prompt token.
+    attention: Context length at which a prompt token costs twice as much as at the start.
+    noise: Maximum relative deviation of a step's duration.
+    settled: Tokens each stream has when the prompt arrives; 0 means that nothing is learned yet.
+    hiccup: Factor on the duration of the first step with decoding rows alone.
     """
 
     decode_ms: float = 8.0
@@ -52,7 +52,7 @@ class Machine:
 
 
 def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[float], float]:
-    """Milliseconds between the streams' tokens while the prompts are read, and how long that took."""
+    """Return the intervals between the streams' tokens while prompts are read, in ms, and the reading time."""
     rng = random.Random(seed)
     kv = KVManager(num_pages=20_000, page_size=16, enable_prefix_caching=False)
     config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
@@ -103,11 +103,11 @@ MACHINES = {
     "a small model on two cores": Machine(),
     "nothing learned yet": Machine(settled=0),
     "the first measurement is six times too high": Machine(settled=0, hiccup=6.0),
-    "a measurement six times too high shortly before": Machine(settled=5, hiccup=6.0),
-    "steps vary by a quarter": Machine(noise=0.25),
+    "a recent measurement is six times too high": Machine(settled=5, hiccup=6.0),
+    "step times vary by a quarter": Machine(noise=0.25),
     "three prompts at once": Machine(num_prompts=3),
     "one fast stream": Machine(num_streams=1, decode_ms=5.0),
-    "prompt tokens dear beside decoding": Machine(decode_ms=4.0),
+    "prompt tokens expensive beside decoding": Machine(decode_ms=4.0),
     "many streams": Machine(num_streams=16, decode_ms=10.0),
     "prompt tokens cheap": Machine(token_ms=0.05),
     "attention grows steeply": Machine(attention=2000.0),
@@ -116,14 +116,14 @@ MACHINES = {
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
-def test_the_slowest_tokens_take_less_than_four_times_their_usual_time(machine: Machine, depth: int) -> None:
+def test_slowest_token_intervals_stay_below_four_times_normal(machine: Machine, depth: int) -> None:
     for seed in range(3):
         gaps, _ = _read_beside_streams(machine, depth, seed)
         assert sorted(gaps)[int(len(gaps) * 0.99)] < 4 * machine.alone_ms
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_where_more_prompts_wait_than_streams_run_the_target_bounds_the_steps(depth: int) -> None:
+def test_target_bounds_steps_when_prompts_outnumber_streams(depth: int) -> None:
     gaps, _ = _read_beside_streams(Machine(num_streams=1, num_prompts=16), depth, seed=1)
     target_ms = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1).target_step_ms
     assert sorted(gaps)[int(len(gaps) * 0.99)] < 1.25 * target_ms
@@ -131,7 +131,7 @@ def test_where_more_prompts_wait_than_streams_run_the_target_bounds_the_steps(de
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_streams", [1, 4, 16])
-def test_the_prompt_gets_its_share_of_the_machine(num_streams: int, depth: int) -> None:
+def test_prompt_gets_its_share_of_the_machine(num_streams: int, depth: int) -> None:
     machine = Machine(num_streams=num_streams)
     _, took = _read_beside_streams(machine, depth, seed=1)
     undisturbed = PROMPT_TOKENS * machine.token_ms * (1 + PROMPT_TOKENS / 2 / machine.attention)
