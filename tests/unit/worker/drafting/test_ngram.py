@@ -1,4 +1,4 @@
-"""Look-up of a text's end in the text, against a search through all of it."""
+"""N-gram look-up compared with a search through the whole text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _longest(tokens: list[int], *, cap: int) -> int:
 
 
 def _followed(tokens: list[int], proposed: list[int], length: int) -> bool:
-    """Whether the proposed tokens follow, somewhere, a match so long; past the text's end they repeat."""
+    """Return True if the proposed tokens follow a match of the given length; past the end of the text they repeat."""
     end = len(tokens) - 1
     for place in range(length - 1, end):
         if tokens[place - length + 1 : place + 1] == tokens[end - length + 1 :]:
@@ -33,7 +33,7 @@ def _followed(tokens: list[int], proposed: list[int], length: int) -> bool:
 
 @pytest.mark.parametrize("num_given", [0, 1, 2, 40, 120])
 @pytest.mark.parametrize("vocab", [2, 5, 40])
-def test_the_longest_match_is_found_wherever_the_text_came_from(num_given, vocab):
+def test_longest_match_is_found_across_prompt_and_output(num_given, vocab):
     rng = random.Random(num_given * 100 + vocab)
     tokens = [rng.randrange(vocab) for _ in range(160)]
     index = NgramIndex(tokens[:num_given], max_candidates=1000)
@@ -50,11 +50,11 @@ def test_the_longest_match_is_found_wherever_the_text_came_from(num_given, vocab
             assert _followed(text, proposed, length)
 
 
-def test_of_equal_matches_the_latest_is_taken():
+def test_latest_of_equal_matches_is_used():
     assert NgramIndex([1, 2, 3, 9, 1, 2, 4, 9, 8, 1, 2]).propose(1) == ([4], 2)
 
 
-def test_the_text_given_and_the_text_appended_are_one():
+def test_initial_and_appended_text_form_one_index():
     whole = NgramIndex([7, 8, 9, 1, 2, 7, 8])
     grown = NgramIndex([7, 8, 9])
     for token in (1, 2, 7, 8):
@@ -62,12 +62,12 @@ def test_the_text_given_and_the_text_appended_are_one():
     assert whole.propose(3) == grown.propose(3) == ([9, 1, 2], 2)
 
 
-def test_a_repetition_goes_on_past_the_end():
+def test_proposal_continues_repetition_past_the_end():
     assert NgramIndex([5, 1, 2, 3, 1, 2, 3, 1, 2]).propose(7) == ([3, 1, 2, 3, 1, 2, 3], 5)
     assert NgramIndex([6] * 40).propose(3) == ([6, 6, 6], MAX_MATCH)
 
 
-def test_a_longer_match_may_be_asked_for():
+def test_minimum_match_length_can_be_raised():
     tokens = [1, 2, 3, 7, 2, 3]
     assert NgramIndex(tokens).propose(1) == ([7], 2)
     assert NgramIndex(tokens, min_match=3).propose(1) == ([], 0)
@@ -75,11 +75,11 @@ def test_a_longer_match_may_be_asked_for():
         NgramIndex(tokens, min_match=1)
 
 
-def test_nothing_is_proposed_where_nothing_is_asked_for():
+def test_zero_length_request_proposes_nothing():
     assert NgramIndex([1, 2, 1, 2]).propose(0) == ([], 0)
 
 
-def test_ids_that_share_low_bits_are_not_confused():
+def test_ids_with_equal_low_bits_are_distinct():
     far = 1 << 21
     index = NgramIndex([1, 2, 3])
     for token in (1 + far, 2 + far):
@@ -88,7 +88,7 @@ def test_ids_that_share_low_bits_are_not_confused():
 
 
 class _Counting(list):
-    """Counts how many links are followed."""
+    """Index that counts the links it follows."""
 
     num_reads = 0
 
@@ -98,7 +98,7 @@ class _Counting(list):
 
 
 @pytest.mark.parametrize("text", [[1] * 20_000, [1, 2] * 10_000, ([1] * 31 + [2] + [1] * 30 + [3]) * 300])
-def test_hostile_texts_are_not_scanned(text, monkeypatch):
+def test_adversarial_texts_do_not_cause_long_scans(text, monkeypatch):
     index = NgramIndex(text)
     links = _Counting(index._links)
     monkeypatch.setattr(index, "_links", links)

@@ -1,4 +1,4 @@
-"""Draft lengths on simulated machines: never slower than without drafts, and near the best fixed number."""
+"""Draft lengths on simulated machines: never slower than without drafts, and near the best fixed length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def forbidding(rows: int) -> float:
 
 @dataclass
 class Noise:
-    """Of a machine: spread of all times, chance of one twice as long, and whether there are long slow times."""
+    """Timing noise of a machine: spread of all times, probability of a doubled time, and long slow periods."""
 
     sigma: float
     jumps: float
@@ -62,14 +62,17 @@ Acceptances = Callable[[int], float]
 
 
 def _phases(step: int) -> float:
-    """Good, then hopeless, then good again."""
+    """Return the acceptance probability: good, then near zero, then good again."""
     return 0.03 if step // 300 % 2 else 0.9
 
 
 def _speeds(
     cost: Callable[[int], float], num_rows: int, acceptance: Acceptances, noise: Noise, num_steps: int = 1200
 ) -> tuple[float, list[float]]:
-    """Tokens per millisecond with the policy, and the computed value for 0, 1, ... MAX_DRAFTS drafts per row."""
+    """Return tokens per millisecond with the policy, and the computed values for 0, 1, ...
+
+    MAX_DRAFTS drafts per row.
+    """
     rng = random.Random(num_rows)
     policy = DraftPolicy(MAX_DRAFTS)
     prior = Acceptance()
@@ -110,7 +113,7 @@ def _speeds(
 @pytest.mark.parametrize("num_rows", [1, 8])
 @pytest.mark.parametrize("cost", [cpu, gpu, dearer_by_tiles, forbidding], ids=["cpu", "gpu", "tiles", "forbidding"])
 @pytest.mark.parametrize("acceptance", [0.05, 0.6, 0.95, _phases], ids=["0.05", "0.6", "0.95", "phases"])
-def test_it_is_never_slower_than_without_drafts_and_near_the_best_fixed_number(cost, num_rows, acceptance, noise):
+def test_policy_is_never_slower_and_near_best_fixed_length(cost, num_rows, acceptance, noise):
     rate = acceptance if callable(acceptance) else lambda step: acceptance
     speed, fixed = _speeds(cost, num_rows, rate, noise)
     assert speed >= 0.98 * fixed[0]
@@ -118,7 +121,7 @@ def test_it_is_never_slower_than_without_drafts_and_near_the_best_fixed_number(c
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.95])
-def test_many_rows_on_a_cpu_lose_nothing_to_drafts_that_hardly_pay(acceptance):
+def test_marginal_drafts_do_not_slow_large_cpu_batches(acceptance):
     speed, fixed = _speeds(cpu, 16, lambda step: acceptance, slow_at_times)
     assert speed >= 0.97 * fixed[0]
 
@@ -139,24 +142,24 @@ def _choose(policy: DraftPolicy, proposals: Sequence[Proposal | None], room: int
     return policy.choose(proposals, room, [credit] * len(proposals))
 
 
-def test_nothing_is_verified_while_costs_are_unknown_or_without_proposals_or_room():
+def test_no_verification_without_costs_proposals_or_room():
     assert _choose(DraftPolicy(MAX_DRAFTS), [_proposal(0.9), None]) == [0, 0]
     policy = _trained(lambda rows: 5.0)
     assert _choose(policy, [None, None]) == [0, 0]
     assert _choose(policy, [_proposal(0.9)], room=0) == [0]
 
 
-def test_the_likeliest_drafts_of_the_batch_are_taken_first():
+def test_most_probable_drafts_of_batch_are_chosen_first():
     policy = _trained(lambda rows: 5.0)
     proposals = [_proposal(0.9, 3), None, _proposal(0.5), _proposal(0.95, 1)]
-    # Chances of being reached and accepted: 0.9, 0.81, 0.73; 0.5, 0.25, ...; 0.95.
+    # Probabilities of reaching and accepting a draft: 0.9, 0.81, 0.73; 0.5, 0.25, ...; 0.95.
     assert _choose(policy, proposals, room=3) == [2, 0, 0, 1]
     assert _choose(policy, proposals, room=5) == [3, 0, 1, 1]
     assert _choose(policy, [_proposal(0.99, 12)]) == [MAX_DRAFTS]
 
 
-def test_no_row_is_slowed_down_for_long_by_the_drafts_of_others():
-    """On a machine where each row costs, one predictable text among three that are not."""
+def test_drafts_of_others_do_not_slow_a_row_for_long():
+    """Check one predictable text among three unpredictable ones, on a machine where each row has a cost."""
     policy = _trained(cpu)
     predictable = _proposal(0.95)
     assert sum(_choose(policy, [predictable])) >= 3
@@ -164,12 +167,12 @@ def test_no_row_is_slowed_down_for_long_by_the_drafts_of_others():
     assert policy.choose([predictable, None], 100, [0.0, None]) == [0, 0]
     assert min(_choose(policy, [predictable] * 4)) >= 1
     assert sum(_choose(_trained(gpu), [predictable, None, None, None])) == 7
-    # A row that is behind does not forbid drafts that cost it nothing, nor its own.
+    # A row with negative credit prevents neither drafts that cost it nothing nor its own drafts.
     assert _choose(_trained(lambda rows: 5.0), [predictable, None], credit=-MAX_LAG)[0] == 7
     assert sum(_choose(_trained(cpu), [predictable], credit=-MAX_LAG)) >= 3
 
 
-def test_row_counts_that_were_slow_are_seldom_tried_again():
+def test_slow_row_counts_are_rarely_retried():
     rng = random.Random(4)
     policy = DraftPolicy(MAX_DRAFTS)
     num_with_drafts = 0
@@ -180,7 +183,7 @@ def test_row_counts_that_were_slow_are_seldom_tried_again():
     assert 1 <= num_with_drafts <= 25
 
 
-def test_costs_ignore_times_that_are_not_positive_and_finite():
+def test_costs_ignore_non_positive_and_non_finite_times():
     costs = StepCosts()
     for milliseconds in (0.0, -1.0, math.nan, math.inf):
         costs.observe(2, milliseconds)
@@ -190,7 +193,7 @@ def test_costs_ignore_times_that_are_not_positive_and_finite():
     assert list(costs.read(1, 3)) == pytest.approx([4.0, 4.0, 6.0, 8.0])
 
 
-def test_costs_are_comparable_though_they_were_measured_in_fast_and_slow_periods():
+def test_costs_from_fast_and_slow_periods_are_comparable():
     rng = random.Random(1)
     costs = StepCosts()
     for step in range(2000):
@@ -201,7 +204,7 @@ def test_costs_are_comparable_though_they_were_measured_in_fast_and_slow_periods
         assert read[rows - 1] / read[3] == pytest.approx(cpu(rows) / cpu(4), rel=0.15)
 
 
-def test_pauses_double_and_end_with_what_pays_or_with_another_load():
+def test_pauses_double_and_end_on_success_or_load_change():
     pause = Pause(LONGEST_PAUSE)
     skipped = []
     for _ in range(6):
@@ -218,13 +221,13 @@ def test_pauses_double_and_end_with_what_pays_or_with_another_load():
     assert not pause.is_on
 
 
-# The draft model.
+# Draft model.
 
 
 def _draft_speed(
     cost: Callable[[int], float], draft_ms: float, num_rows: int, chance: float, num_steps: int = 1500
 ) -> tuple[float, int]:
-    """Speedup by a draft model, and the number of its steps in the last third."""
+    """Return the speedup by a draft model and its number of steps in the last third."""
     rng = random.Random(6)
     policy = DraftPolicy(MAX_DRAFTS)
     request = RequestAcceptance(Acceptance())
@@ -264,7 +267,7 @@ def _draft_speed(
         pytest.param(gpu, 0.8, 8, 0.8, 1.4, id="a good draft on a GPU"),
     ],
 )
-def test_a_draft_model_that_pays_is_used(cost, draft_ms, num_rows, chance, least):
+def test_profitable_draft_model_is_used(cost, draft_ms, num_rows, chance, least):
     speed, num_late = _draft_speed(cost, draft_ms, num_rows, chance)
     assert speed >= least
     assert num_late > 400
@@ -279,7 +282,7 @@ def test_a_draft_model_that_pays_is_used(cost, draft_ms, num_rows, chance, least
         pytest.param(gpu, 9.0, 4, 0.5, id="slower than the target"),
     ],
 )
-def test_a_draft_model_that_does_not_pay_is_seldom_tried(cost, draft_ms, num_rows, chance):
+def test_unprofitable_draft_model_is_rarely_tried(cost, draft_ms, num_rows, chance):
     speed, num_late = _draft_speed(cost, draft_ms, num_rows, chance)
     assert speed >= 0.97
     assert num_late <= 8
@@ -293,12 +296,12 @@ def _drafting(cost: Callable[[int], float], draft_ms: float) -> DraftPolicy:
     return policy
 
 
-def test_nothing_is_drafted_without_wishes_or_costs():
+def test_no_drafting_without_eligible_rows_or_costs():
     assert DraftPolicy(MAX_DRAFTS).num_to_draft(1, 1, 0.9, math.inf) == 0
     assert _trained(cpu).num_to_draft(0, 1, 0.9, math.inf) == 0
 
 
-def test_a_prompt_is_read_by_the_draft_model_if_the_output_pays_for_it():
+def test_draft_model_reads_prompt_only_if_output_repays_it():
     policy = _trained(cpu)
     assert policy.catch_up_pays(200, 100)
     assert not policy.catch_up_pays(100_000, 10**9)
@@ -306,12 +309,12 @@ def test_a_prompt_is_read_by_the_draft_model_if_the_output_pays_for_it():
         policy.observe_drafting(1, 3, 0, 1.0)
         policy.observe_drafting(0, 0, 100, 5.0)
         policy.num_to_draft(1, 1, 0.9, math.inf)
-    # A token takes 0.05 ms to read, and drafts save about 1 ms per generated token.
+    # Reading a token takes 0.05 ms, and drafts save about 1 ms per generated token.
     assert policy.catch_up_pays(1000, 200)
     assert not policy.catch_up_pays(10_000, 200)
 
 
-def test_rows_that_only_wait_bound_the_draft_model():
+def test_rows_without_drafts_limit_draft_model_use():
     for draft_ms, credit, is_used in (
         (0.1, 0.0, True),
         (0.1, -MAX_LAG, False),
@@ -319,11 +322,11 @@ def test_rows_that_only_wait_bound_the_draft_model():
         (5.0, math.inf, True),
     ):
         policy = _drafting(gpu, draft_ms if credit < math.inf else 0.5)
-        policy.num_to_draft(4, 5, 0.8, credit)  # may be a trial, which is not repeated at once
+        policy.num_to_draft(4, 5, 0.8, credit)  # may be a probe, which is not repeated at once
         assert (policy.num_to_draft(4, 5, 0.8, credit) > 0) == is_used, (draft_ms, credit)
 
 
-def test_reading_is_told_from_proposing_and_kept_within_a_time():
+def test_reading_cost_is_separated_and_bounded():
     policy = _trained(gpu)
     assert policy.num_to_read(512, 100.0) == 64
     for _ in range(8):
@@ -335,7 +338,7 @@ def test_reading_is_told_from_proposing_and_kept_within_a_time():
     assert policy.num_to_read(512, 0.001) == 8
 
 
-def test_a_slow_step_of_the_draft_model_puts_no_row_far_behind():
+def test_slow_draft_model_step_limits_negative_credit():
     policy = _drafting(gpu, 1.0)
     policy.observe_drafting(4, 3, 0, 4000.0)
     assert 0.0 < policy.take_wait(4) <= MAX_LAG

@@ -1,4 +1,4 @@
-"""An output is followed through its prediction, through insertions, deletions and replacements."""
+"""Alignment of an output with its prediction across insertions, deletions and replacements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.drafting.prediction import PredictionCursor
 
 
 def _num_predicted(prediction: list[int], output: list[int]) -> int:
-    """Output tokens that the cursor would have proposed just before they came."""
+    """Return the number of output tokens that the cursor would have proposed just before they arrived."""
     cursor = PredictionCursor(prediction)
     num = 0
     for token in output:
@@ -25,14 +25,14 @@ def text() -> list[int]:
     return [rng.randrange(300) for _ in range(400)]
 
 
-def test_before_the_output_its_beginning_is_proposed(text):
+def test_start_of_prediction_is_proposed_first(text):
     cursor = PredictionCursor(text)
     assert cursor.propose(4) == (text[:4], 0)
     cursor.append(text[0])
     assert cursor.propose(4) == (text[1:5], 1)
 
 
-def test_an_output_that_is_the_prediction_is_proposed_whole_and_nothing_after_it(text):
+def test_exact_prediction_is_proposed_completely_and_ends(text):
     cursor = PredictionCursor(text)
     for place, token in enumerate(text):
         assert cursor.propose(3) == (text[place : place + 3], place)
@@ -49,19 +49,19 @@ def test_an_output_that_is_the_prediction_is_proposed_whole_and_nothing_after_it
         pytest.param(lambda text: [901, 902, *text], id="at the beginning"),
     ],
 )
-def test_after_a_difference_two_tokens_find_the_place_again(text, change):
+def test_two_tokens_realign_after_a_difference(text, change):
     output = change(text)
     num_new = sum(token > 900 for token in output)
-    # The tokens that are new, and those by which the place is found again.
+    # The new tokens, and those that are needed to find the position again.
     assert _num_predicted(text, output) >= len(output) - num_new - 3
 
 
-def test_one_replaced_token_costs_only_itself(text):
+def test_replaced_token_costs_only_itself(text):
     output = [*text[:100], 901, *text[101:]]
     assert _num_predicted(text, output) == len(output) - 1
 
 
-def test_lines_that_repeat_are_followed_in_order():
+def test_repeated_lines_are_followed_in_order():
     prediction, output = [], []
     for number in range(30):
         line = [1, 2, 3, 4, 100 + number]
@@ -71,25 +71,25 @@ def test_lines_that_repeat_are_followed_in_order():
     assert _num_predicted(prediction, output) >= len(output) - 3 * 5
 
 
-def test_going_back_needs_more_evidence_but_is_found(text):
+def test_backward_jump_needs_more_evidence(text):
     output = text[:300] + text[50:120]
     assert _num_predicted(text, output) >= len(output) - 4
 
 
-def test_an_output_of_its_own_is_left_alone(text):
+def test_unrelated_output_gets_no_proposals(text):
     output = list(range(1000, 1200))
     assert _num_predicted(text, output) == 0
     cursor = PredictionCursor(text)
     for token in output:
         cursor.append(token)
     assert cursor.propose(4) == ([], 0)
-    # And comes back to it.
+    # The output then returns to it.
     for token in text[40:44]:
         cursor.append(token)
     assert cursor.propose(2) == (text[44:46], 4)
 
 
-def test_a_prediction_of_one_token():
+def test_single_token_prediction():
     cursor = PredictionCursor([5])
     assert cursor.propose(3) == ([5], 0)
     for token in (5, 5, 6):

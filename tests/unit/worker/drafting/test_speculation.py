@@ -1,4 +1,4 @@
-"""What one request proposes, and what is learned from the tokens that arrive."""
+"""Proposals of one request, and acceptance learned from the tokens that arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.drafting.speculation import Speculation
 
 
 class Text(Speculation):
-    """With the text that it is about."""
+    """Speculation state together with the text it belongs to."""
 
     def __init__(self, token_ids, *, prediction=(), look_up=True, num_prompt_tokens=None, acceptance=None) -> None:
         self.tokens = list(token_ids)
@@ -25,7 +25,7 @@ class Text(Speculation):
         self.tokens += token_ids
 
 
-def test_a_proposal_can_be_cut():
+def test_proposal_can_be_truncated():
     proposal = Proposal([1, 2, 3], Source.LOOKUP, 0.5)
     assert proposal.first(2) == Proposal([1, 2], Source.LOOKUP, 0.5)
     assert proposal.expected == 0.875
@@ -33,7 +33,7 @@ def test_a_proposal_can_be_cut():
     assert proposal.first(0) is None
 
 
-def test_the_prediction_comes_before_the_look_up_and_that_before_the_draft():
+def test_proposal_source_order_is_prediction_lookup_draft_model():
     prompt = [1, 2, 3, 4, 9, 1, 2]
     speculation = Text(prompt, prediction=[5, 6, 7, 8])
     speculation.append(5, 6, 7)
@@ -46,14 +46,14 @@ def test_the_prediction_comes_before_the_look_up_and_that_before_the_draft():
     assert len(drafting.propose(8).token_ids) == 3
 
 
-def test_a_doubtful_place_in_the_prediction_gives_way_to_a_better_look_up():
+def test_uncertain_prediction_yields_to_better_lookup():
     line = list(range(100, 140))
     speculation = Text([*line, 7, *line[:20]], prediction=[line[18], line[19], 500, 501])
     speculation.append(*line[20:24])
     assert speculation.propose(3).source in (Source.LOOKUP, Source.REPETITION)
 
 
-def test_drafted_tokens_are_forgotten_when_a_token_arrives():
+def test_draft_tokens_are_cleared_when_a_token_arrives():
     speculation = Text([1, 2, 3], look_up=False)
     speculation.set_drafted([7, 8])
     speculation.append(7)
@@ -62,7 +62,7 @@ def test_drafted_tokens_are_forgotten_when_a_token_arrives():
     assert speculation.propose(4) is None
 
 
-def test_it_does_not_matter_how_many_tokens_it_learns_from_at_a_time():
+def test_learning_is_independent_of_tokens_per_update():
     rng = random.Random(3)
     text = [rng.randrange(6) for _ in range(400)]
     often = Text(text[:50], prediction=text[200:260], acceptance=Acceptance())
@@ -82,7 +82,7 @@ def test_it_does_not_matter_how_many_tokens_it_learns_from_at_a_time():
     assert often.is_promising == seldom.is_promising
 
 
-def test_nothing_is_proposed_without_room():
+def test_no_proposal_without_room():
     speculation = Text([1, 2, 1, 2])
     assert speculation.propose(0) is None
     assert len(speculation.propose(3).token_ids) == 3
@@ -92,12 +92,12 @@ def test_tokens_before_the_first_proposal_count():
     speculation = Text([1, 2, 3, 4, 5])
     speculation.append(9, 1, 2)
     assert speculation.propose(3).token_ids == [3, 4, 5]
-    # A prompt, and what was generated before the request came here.
+    # A prompt, and the tokens generated before the request was resumed here.
     resumed = Text([1, 2, 3, 50, 51], num_prompt_tokens=3, prediction=[50, 51, 52, 53])
     assert resumed.propose(2).token_ids == [52, 53]
 
 
-def test_counts_are_of_what_was_verified():
+def test_counts_cover_verified_drafts():
     speculation = Text([1, 2, 1, 2])
     speculation.resolve(4, 3)
     speculation.resolve(2, 0)
@@ -105,7 +105,7 @@ def test_counts_are_of_what_was_verified():
     assert speculation.draft_counts == DraftCounts(num_accepted=3, num_rejected=3)
 
 
-def test_acceptance_is_learned_without_verification():
+def test_acceptance_is_learned_from_unverified_proposals():
     acceptance = Acceptance()
     rng = random.Random(1)
     prompt = [rng.randrange(1000) for _ in range(300)]
@@ -115,14 +115,14 @@ def test_acceptance_is_learned_without_verification():
         quoting.propose(7)
         lying.propose(7)
         quoting.append(prompt[20 + step])
-        # Goes along for two tokens, then leaves.
+        # Follows the prediction for two tokens, then leaves it.
         lying.append(prompt[3 * step + (step % 3)] if step % 3 else 5000 + step)
     lying.append(*prompt[:2])
     assert quoting.propose(7).chance > 0.8
     assert lying.propose(7).chance < 0.6
 
 
-def test_a_text_that_turns_predictable_is_noticed_and_one_that_stops_to_be():
+def test_acceptance_follows_changes_in_predictability():
     request = RequestAcceptance(Acceptance())
 
     def after(num: int, rate: float) -> float:
@@ -136,7 +136,7 @@ def test_a_text_that_turns_predictable_is_noticed_and_one_that_stops_to_be():
     assert after(30, 0.95) > 0.7
 
 
-def test_new_requests_begin_with_what_others_showed():
+def test_new_requests_start_from_acceptance_of_others():
     acceptance = Acceptance()
     seen = RequestAcceptance(acceptance)
     before = RequestAcceptance(acceptance).chance(Source.LOOKUP)
@@ -149,7 +149,7 @@ def test_new_requests_begin_with_what_others_showed():
     )
 
 
-def test_a_request_differs_from_others():
+def test_acceptance_is_learned_per_request():
     acceptance = Acceptance()
     good, bad = RequestAcceptance(acceptance), RequestAcceptance(acceptance)
     for _ in range(20):

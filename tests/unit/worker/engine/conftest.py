@@ -1,4 +1,4 @@
-"""A worker in a directory of its own, at the depths that are used: 1 on the CPU, 2 on CUDA."""
+"""Worker fixtures at the pipeline depths in use: 1 on the CPU, 2 on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from worker.plan import StepPlan
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Worker]]:
-    """Starts a worker: `start(depth=2, fail=...)`. The path must be short, so it is not pytest's own directory."""
+    """Return a function that starts a worker: `start(depth=2, fail=...)`.
+
+    The IPC path must be short, so pytest's own directory is not used.
+    """
     workers: list[Worker] = []
     with tempfile.TemporaryDirectory(prefix="pelton-") as directory:
 
@@ -29,11 +32,11 @@ def start() -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
 def worker(request: pytest.FixtureRequest, start: Callable[..., Worker]) -> Worker:
-    """At both depths."""
+    """Return a worker, once for each depth."""
     return start(depth=request.param)
 
 
 @pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
 def depth(request: pytest.FixtureRequest) -> int:
-    """For tests that start their worker themselves."""
+    """Return the depth for tests that start their worker themselves."""
     return int(request.param)

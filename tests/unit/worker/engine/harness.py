@@ -1,7 +1,7 @@
-"""Engine and transport over a real ROUTER, with a fake executor and a clock that stands still; one thread.
+"""Engine and transport over a real ROUTER socket, with a fake executor and a manual clock, in one thread.
 
-A client's `sync` is a round trip through the engine loop: a DEALER's messages arrive in order, so when the Pong is
-back, everything sent before it has been dealt with.
+`Client.sync` is a round trip through the engine loop. Messages of a DEALER arrive in order, so everything sent before
+the ping has been handled when the Pong arrives.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NEWS_MS = 20
 
 
 class Clock:
-    """Seconds that pass only when a test says so, or by `tick` at each look."""
+    """Manual clock that advances only when a test says so, or by `tick` at each reading."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -65,7 +65,7 @@ class Clock:
 
 
 class CountingHandle(FakeHandle):
-    """Tells the executor when its step is waited for."""
+    """Step handle that tells the executor when its step is waited for."""
 
     def __init__(self, inner: FakeHandle, executor: CountingExecutor) -> None:
         self._inner = inner
@@ -80,10 +80,10 @@ class CountingHandle(FakeHandle):
 
 
 class CountingExecutor(FakeExecutor):
-    """Counts the steps in flight.
+    """Fake executor that counts the steps in flight.
 
     Attributes:
-        most_in_flight: the largest number ever.
+        most_in_flight: Largest number of steps in flight so far.
     """
 
     num_in_flight = 0
@@ -98,7 +98,7 @@ class CountingExecutor(FakeExecutor):
 
 
 class RecordingTransport(Transport):
-    """Records how long the engine was ready to wait, and waits only where `patient`."""
+    """Transport that records the wait times of the engine, and waits only if `patient`."""
 
     patient = False
 
@@ -117,7 +117,7 @@ class RecordingTransport(Transport):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the worker under test."""
+    """Limits of the worker under test."""
 
     depth: int = 1
     max_num_seqs: int = 8
@@ -125,10 +125,10 @@ class Limits:
 
 
 class Worker:
-    """Everything of a worker but the model.
+    """Complete worker except for the model.
 
     Attributes:
-        compiled: whether grammars are, when they are asked for.
+        compiled: True if grammars compile as soon as they are requested.
     """
 
     def __init__(self, directory: Path, limits: Limits, fail: Callable[[StepPlan], Exception | None]) -> None:
@@ -187,11 +187,11 @@ class Worker:
 
     def close(self) -> None:
         self.transport.close()
-        # Not `term`, which waits for ever for a socket that a failed test has left open.
+        # Not `term`, which would wait forever for a socket left open by a failed test.
         self.context.destroy(linger=0)
 
     def client(self, identity: bytes = b"gateway", *, hello: bool = True) -> Client:
-        """A connected gateway."""
+        """Return a connected gateway client."""
         client = Client(self, identity)
         self.clients.append(client)
         if hello:
@@ -199,7 +199,7 @@ class Worker:
         return client
 
     def pump(self, condition: Callable[[], object], what: str) -> None:
-        """Steps the engine until the condition holds."""
+        """Step the engine until the condition holds."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"never: {what}"
@@ -209,8 +209,12 @@ class Worker:
                 client.read()
 
     def _await_news(self) -> None:
-        """Lets ZeroMQ's own threads deliver what is under way. Steps of the fake model take no time; without this a
-        busy machine runs through a whole request before a message that was sent meanwhile arrives."""
+        """Give ZeroMQ's threads time to deliver pending messages.
+
+        Steps of the fake model take no time. Without this wait, a busy machine runs through a whole request before a
+        message
+        sent in the meantime arrives.
+        """
         poller = zmq.Poller()
         for socket in (self.transport.socket, *(client.socket for client in self.clients)):
             if socket is not None and not socket.closed:
@@ -218,13 +222,13 @@ class Worker:
         poller.poll(NEWS_MS)
 
     def elapse(self, seconds: float) -> None:
-        """Lets time pass as it does for a loop that turns, second by second."""
+        """Advance the clock second by second, as for a running loop."""
         for _ in range(round(seconds)):
             self.clock.now += 1.0
             self.engine.step()
 
     def run_until_idle(self) -> None:
-        """Steps until nothing is live, then checks that nothing is left over."""
+        """Step until no request is live, then check that all resources are freed."""
         self.pump(lambda: not self.scheduler.has_requests, "idle")
         self.engine.step()
         self.scheduler.check_integrity()
@@ -233,11 +237,11 @@ class Worker:
 
 
 class Client:
-    """A gateway's DEALER. Every message that it reads is held to the protocol.
+    """DEALER socket of a gateway that checks every message it reads against the protocol.
 
     Attributes:
-        outputs: by request id and choice, what came since the last Hello.
-        stats: of the last Pong.
+        outputs: Outputs since the last Hello, by request id and choice.
+        stats: Statistics of the last Pong.
     """
 
     def __init__(self, worker: Worker, identity: bytes) -> None:
@@ -254,34 +258,34 @@ class Client:
         self.socket.setsockopt(zmq.SNDTIMEO, 10_000)
 
     def close(self) -> None:
-        """Disconnects; what was not read is lost."""
+        """Disconnect; unread messages are lost."""
         self.socket.close(0)
 
-    # ---- to the worker ----------------------------------------------------------------------------------------
+    # Messages to the worker.
 
     def send(self, message: GatewayMessage) -> None:
-        """One message in one frame."""
+        """Send one message in one frame."""
         self.socket.send(encode_message(message))
 
     def send_frames(self, *frames: bytes) -> None:
-        """Whatever it is."""
+        """Send arbitrary frames."""
         self.socket.send_multipart(list(frames))
 
     def hello(self) -> Welcome:
-        """Begins a new life of this gateway."""
+        """Start a new session of this gateway."""
         count = len(self.welcomes)
         self.send(Hello(PROTOCOL_VERSION, self.identity.decode()))
         self.worker.pump(lambda: len(self.welcomes) > count, "welcome")
         return self.welcomes[-1]
 
     def submit(self, request_id: str, prompt: list[int] | None = None, **changes: object) -> Submit:
-        """Sends a Submit with defaults that fit the fake model."""
+        """Send a Submit with defaults that fit the fake model."""
         message = make_submit(request_id, prompt, **changes)
         self.send(message)
         return message
 
     def sync(self) -> WorkerStats:
-        """Waits until all that was sent has been dealt with."""
+        """Wait until everything sent so far has been handled."""
         self._nonce += 1
         nonce = self._nonce
         self.send(Ping(nonce))
@@ -289,10 +293,10 @@ class Client:
         assert self.stats is not None
         return self.stats
 
-    # ---- from the worker --------------------------------------------------------------------------------------
+    # Messages from the worker.
 
     def read(self) -> None:
-        """Takes in what has arrived."""
+        """Read and record the messages that have arrived."""
         while not self.socket.closed:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -316,35 +320,35 @@ class Client:
         elif self.welcomes:
             assert message.epoch == EPOCH
             assert message.sequence == len(self.steps) + 1, "sequence numbers have a gap"
-            assert message.outputs, "an empty Steps"
+            assert message.outputs, "Steps message without outputs"
             self.steps.append(message)
             for output in message.outputs:
                 news = self.outputs.setdefault((output.request_id, output.choice), [])
-                assert not news or news[-1].finish is None, "an Output after the end"
+                assert not news or news[-1].finish is None, "Output after the terminal output"
                 news.append(output)
 
     def ended(self, request_id: str, choice: int = 0) -> Finish | None:
-        """How a choice ended, if it did."""
+        """Return the finish of a choice, or None while it runs."""
         news = self.outputs.get((request_id, choice))
         return news[-1].finish if news else None
 
     def finish(self, request_id: str, choice: int = 0) -> Finish:
-        """Steps until a choice has ended."""
+        """Step until a choice has ended."""
         self.worker.pump(lambda: self.ended(request_id, choice) is not None, f"end of {request_id}")
         finish = self.ended(request_id, choice)
         assert finish is not None
         return finish
 
     def text(self, request_id: str, choice: int = 0) -> list[int]:
-        """The token ids of a choice so far."""
+        """Return the token ids of a choice so far."""
         return [token_id for output in self.outputs.get((request_id, choice), []) for token_id in output.token_ids]
 
     def complete(self, request_id: str, prompt: list[int] | None = None, **changes: object) -> None:
-        """Runs a request and checks every choice against the text that the model has for it."""
+        """Run a request and check every choice against the model's text."""
         self.check(self.submit(request_id, prompt, **changes))
 
     def check(self, submit: Submit) -> None:
-        """Waits for the ends of a Submit's choices and compares them with the model's own text."""
+        """Wait for the ends of a Submit's choices and compare them with the model's text."""
         for choice in range(submit.choice, submit.choice + submit.num_choices):
             finish = self.finish(submit.request_id, choice)
             assert finish.reason in (FinishReason.STOP, FinishReason.LENGTH), finish
@@ -352,7 +356,7 @@ class Client:
 
 
 def make_submit(request_id: str, prompt: list[int] | None = None, **changes: object) -> Submit:
-    """A valid Submit. `changes` are its fields or those of its sampling parameters."""
+    """Return a valid Submit. `changes` are its fields or those of its sampling parameters."""
     token_ids = prompt if prompt is not None else [5, 6, 7, 8, 9]
     sampling = {name: changes.pop(name) for name in list(changes) if name in SamplingParams.__struct_fields__}
     sampling = {"max_tokens": 8, "seed": 3} | sampling
@@ -361,5 +365,5 @@ def make_submit(request_id: str, prompt: list[int] | None = None, **changes: obj
 
 
 def expected(submit: Submit, choice: int = 0) -> list[int]:
-    """What the fake model generates for it."""
+    """Return the tokens that the fake model generates for a choice."""
     return generate(submit.token_ids, submit.sampling, choice, MAX_MODEL_LEN, submit.num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""Settings of the worker arrive in the scheduler, and in what gateways are told."""
+"""Worker settings as seen by the scheduler and as announced to gateways."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ NINE = "mod 5 for 9"
 SAMPLING = {"max_tokens": 20, "ignore_eos": True}
 
 
-def test_a_text_follows_its_grammar_and_ends_with_it(worker):
+def test_text_follows_its_grammar_and_ends_with_it(worker):
     client = worker.client()
     client.submit("a", [5, 6, 7], grammar=NINE, num_choices=2, sampling=SAMPLING)
     for choice in range(2):
@@ -20,7 +20,7 @@ def test_a_text_follows_its_grammar_and_ends_with_it(worker):
     worker.run_until_idle()
 
 
-def test_a_grammar_that_takes_long_is_no_stall_and_holds_up_nobody(worker):
+def test_slow_grammar_is_no_stall_and_blocks_no_other_request(worker):
     client = worker.client()
     worker.compiled = False
     client.submit("slow", [5, 6, 7], grammar=NINE, sampling=SAMPLING)
@@ -37,7 +37,7 @@ def test_a_grammar_that_takes_long_is_no_stall_and_holds_up_nobody(worker):
     worker.run_until_idle()
 
 
-def test_while_nothing_else_is_to_do_the_loop_waits_for_the_grammar(worker):
+def test_idle_loop_waits_for_compiling_grammar(worker):
     client = worker.client()
     worker.compiled = False
     client.submit("a", [5, 6, 7], grammar=NINE, sampling=SAMPLING)
@@ -51,7 +51,7 @@ def test_while_nothing_else_is_to_do_the_loop_waits_for_the_grammar(worker):
 
 
 @pytest.mark.parametrize("how", ["cancel", "hello", "stop"])
-def test_requests_that_compile_end_like_all_others(worker, how):
+def test_compiling_requests_end_by_cancel_and_deadline(worker, how):
     client = worker.client()
     worker.compiled = False
     client.submit("a", [5, 6, 7], grammar=NINE, num_choices=3, sampling=SAMPLING)
@@ -71,7 +71,7 @@ def test_requests_that_compile_end_like_all_others(worker, how):
     assert worker.grammars.num_pending == 0
 
 
-def test_a_worker_that_stops_lets_a_grammar_compile_and_its_text_end(worker):
+def test_stopping_worker_completes_compiling_requests(worker):
     client = worker.client()
     worker.compiled = False
     client.submit("a", [5, 6, 7], grammar=NINE, sampling=SAMPLING)
@@ -84,7 +84,7 @@ def test_a_worker_that_stops_lets_a_grammar_compile_and_its_text_end(worker):
     assert client.finish("a") == Finish(FinishReason.STOP)
 
 
-def test_a_bad_grammar_is_told_with_its_code(worker):
+def test_invalid_grammar_is_reported_with_its_code(worker):
     client = worker.client()
     client.submit("a", [5, 6, 7], grammar="bad", num_choices=2)
     assert {client.finish("a", choice).code for choice in range(2)} == {"invalid_grammar"}

@@ -1,4 +1,4 @@
-"""Gateways that fall silent, come back, or do not take what is sent to them."""
+"""Gateways that stop pinging, reconnect, or do not read what is sent to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.worker.engine.harness import Worker, make_submit
 from worker.transport import LEASE_SECONDS, MAX_MESSAGES_PER_PASS
 
 
-def test_a_silent_gateway_loses_its_requests_and_another_keeps_its_own(worker: Worker) -> None:
+def test_expired_lease_aborts_only_that_gateways_requests(worker: Worker) -> None:
     silent, other = worker.client(b"silent"), worker.client(b"other")
     silent.submit("a", list(range(3, 40)), max_tokens=80, ignore_eos=True, num_choices=2)
     silent.submit("b", max_tokens=80, ignore_eos=True)
@@ -28,10 +28,10 @@ def test_a_silent_gateway_loses_its_requests_and_another_keeps_its_own(worker: W
     other.check(live)
     worker.run_until_idle()
     silent.read()
-    assert silent.ended("b") is None, "nothing is sent to a gateway that was given up"
+    assert silent.ended("b") is None, "messages were sent to a dropped gateway"
 
 
-def test_a_ping_renews_the_lease(worker: Worker) -> None:
+def test_ping_renews_the_lease(worker: Worker) -> None:
     client = worker.client()
     live = client.submit("live", max_tokens=60, ignore_eos=True)
     for _ in range(5):
@@ -40,8 +40,8 @@ def test_a_ping_renews_the_lease(worker: Worker) -> None:
     client.check(live)
 
 
-def test_time_in_which_the_loop_stood_still_is_no_silence(worker: Worker) -> None:
-    """As after a SIGSTOP or a very long step: the pings of that time may not even have reached the socket."""
+def test_paused_loop_does_not_expire_leases(worker: Worker) -> None:
+    """Check a pause as after SIGSTOP or a very long step: pings of that time may not have reached the socket yet."""
     client = worker.client()
     live = client.submit("live", max_tokens=60, ignore_eos=True)
     client.sync()
@@ -53,7 +53,7 @@ def test_time_in_which_the_loop_stood_still_is_no_silence(worker: Worker) -> Non
     assert worker.transport.num_gateways == 0
 
 
-def test_a_flood_does_not_hide_the_pings_of_another(worker: Worker) -> None:
+def test_message_flood_does_not_starve_pings_of_another_gateway(worker: Worker) -> None:
     client, flood = worker.client(), worker.client(b"flood")
     live = client.submit("live", max_tokens=100, ignore_eos=True)
     for _ in range(12):
@@ -65,7 +65,7 @@ def test_a_flood_does_not_hide_the_pings_of_another(worker: Worker) -> None:
     assert worker.transport.num_gateways == 2
 
 
-def test_after_its_lease_a_gateway_must_say_hello(worker: Worker) -> None:
+def test_gateway_must_send_hello_after_lease_expiry(worker: Worker) -> None:
     client = worker.client()
     client.submit("a", max_tokens=80, ignore_eos=True)
     client.sync()
@@ -79,7 +79,7 @@ def test_after_its_lease_a_gateway_must_say_hello(worker: Worker) -> None:
     client.complete("a")
 
 
-def test_hello_ends_an_earlier_life_and_counts_from_one(worker: Worker) -> None:
+def test_hello_ends_previous_session_and_resets_sequence_numbers(worker: Worker) -> None:
     client = worker.client()
     client.submit("a", max_tokens=80, ignore_eos=True, num_choices=2)
     worker.pump(lambda: len(client.steps) >= 3, "some steps")
@@ -92,8 +92,8 @@ def test_hello_ends_an_earlier_life_and_counts_from_one(worker: Worker) -> None:
     assert client.steps[0].sequence == 1
 
 
-def test_hello_and_submit_of_a_new_life_survive_the_loss_of_the_old_one(worker: Worker) -> None:
-    """A gateway with the same identity is back before the loop has noticed that its connection was gone."""
+def test_new_session_survives_loss_of_the_old_connection(worker: Worker) -> None:
+    """Check that a gateway with the same identity may return before the loop has noticed its lost connection."""
     old = worker.client()
     old.submit("a", max_tokens=80, ignore_eos=True)
     worker.pump(lambda: old.steps, "a step")
@@ -103,7 +103,7 @@ def test_hello_and_submit_of_a_new_life_survive_the_loss_of_the_old_one(worker: 
     worker.run_until_idle()
 
 
-def test_a_second_connection_of_the_same_identity_takes_over(worker: Worker) -> None:
+def test_second_connection_with_same_identity_takes_over(worker: Worker) -> None:
     old = worker.client()
     old.submit("a", max_tokens=80, ignore_eos=True)
     worker.pump(lambda: old.steps, "a step")
@@ -114,7 +114,7 @@ def test_a_second_connection_of_the_same_identity_takes_over(worker: Worker) -> 
     assert ("a", 0) not in new.outputs
 
 
-def test_a_gateway_whose_connection_is_gone_is_dropped_at_the_next_message(worker: Worker) -> None:
+def test_disconnected_gateway_is_dropped_at_next_send(worker: Worker) -> None:
     client, other = worker.client(), worker.client(b"other")
     client.submit("a", max_tokens=100, ignore_eos=True)
     client.submit("b", max_tokens=100, ignore_eos=True)
@@ -124,11 +124,11 @@ def test_a_gateway_whose_connection_is_gone_is_dropped_at_the_next_message(worke
     other.check(live)
     worker.run_until_idle()
     assert worker.counters.gateways_dropped_total <= 1
-    # Its requests may have ended before the connection did; the next life is served in any case.
+    # Its requests may have ended before the connection did; the next session is served in either case.
     worker.client().complete("a")
 
 
-def test_a_gateway_that_reads_nothing_is_dropped(start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_that_does_not_read_is_dropped(start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 4)
     worker: Worker = start()
     deaf, other = worker.client(b"deaf"), worker.client(b"other")
@@ -138,7 +138,7 @@ def test_a_gateway_that_reads_nothing_is_dropped(start, monkeypatch: pytest.Monk
     for _ in range(40):
         if worker.counters.gateways_dropped_total:
             break
-        # A megabyte each: queue and kernel buffers are soon full.
+        # One megabyte each, so that the queue and the kernel buffers fill quickly.
         deaf.send(BundleRequest("b"))
         other.sync()
     assert worker.counters.gateways_dropped_total == 1
@@ -148,7 +148,7 @@ def test_a_gateway_that_reads_nothing_is_dropped(start, monkeypatch: pytest.Monk
     deaf.close()
 
 
-def test_an_end_without_reader_is_not_waited_for(worker: Worker) -> None:
+def test_shutdown_does_not_wait_for_undelivered_outputs(worker: Worker) -> None:
     client = worker.client()
     client.submit("a", max_tokens=50)
     client.sync()

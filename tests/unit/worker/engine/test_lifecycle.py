@@ -1,4 +1,4 @@
-"""The loop itself: waiting, stopping, failing."""
+"""Engine loop: waiting, stopping, failing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.plan import StepPlan
 
 
 def submit_three(client: Client) -> list[tuple[str, int]]:
-    """A running request, a group of choices, and one that waits; all live when it returns."""
+    """Submit a running request, a group of choices and a waiting request; all are live on return."""
     client.submit("long", max_tokens=100, ignore_eos=True)
     client.submit("group", max_tokens=100, ignore_eos=True, num_choices=3)
     for number in range(8):
@@ -28,7 +28,7 @@ def submit_three(client: Client) -> list[tuple[str, int]]:
 
 
 def ends(client: Client, keys: list[tuple[str, int]]) -> set[tuple[FinishReason, str | None]]:
-    """Reads what is left; how the choices ended."""
+    """Read the remaining messages and return how the choices ended."""
     pause = threading.Event()
     for _ in range(200):
         client.read()
@@ -39,7 +39,7 @@ def ends(client: Client, keys: list[tuple[str, int]]) -> set[tuple[FinishReason,
     raise AssertionError("a choice has not ended")
 
 
-def test_an_idle_loop_blocks_and_a_busy_one_does_not(worker: Worker) -> None:
+def test_only_idle_loop_blocks(worker: Worker) -> None:
     worker.engine.step()
     worker.engine.step()
     assert worker.transport.waits == [IDLE_WAIT_SECONDS] * 2
@@ -53,7 +53,7 @@ def test_an_idle_loop_blocks_and_a_busy_one_does_not(worker: Worker) -> None:
     assert worker.transport.waits == []
 
 
-def test_idle_steps_run_nothing(worker: Worker) -> None:
+def test_idle_steps_execute_no_plan(worker: Worker) -> None:
     worker.client().complete("a")
     worker.run_until_idle()
     count = len(worker.executor.plans)
@@ -62,7 +62,7 @@ def test_idle_steps_run_nothing(worker: Worker) -> None:
     assert len(worker.executor.plans) == count
 
 
-def test_a_blocked_loop_waits_a_little_and_gives_up_in_the_end(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_loop_waits_briefly_and_finally_fails(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     client = worker.client()
     monkeypatch.setattr(worker.scheduler, "schedule", lambda: None)
     client.submit("a", num_choices=2)
@@ -77,8 +77,8 @@ def test_a_blocked_loop_waits_a_little_and_gives_up_in_the_end(worker: Worker, m
     assert ends(client, [("a", 0), ("a", 1)]) == {(FinishReason.ERROR, "worker_lost")}
 
 
-def test_a_stopped_process_is_not_taken_for_a_stalled_one(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGSTOP and SIGCONT anywhere between two looks at the clock."""
+def test_suspended_process_is_not_treated_as_stalled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check SIGSTOP and SIGCONT at any point between two clock readings."""
     client = worker.client()
     submit = client.submit("a", max_tokens=10, ignore_eos=True)
     client.sync()
@@ -94,7 +94,7 @@ def test_a_stopped_process_is_not_taken_for_a_stalled_one(worker: Worker, monkey
 
 
 @pytest.mark.parametrize("good_steps", [0, 1, 5])
-def test_a_failed_step_ends_every_request_once_and_the_loop(start, depth: int, good_steps: int) -> None:
+def test_failed_step_ends_every_request_once_and_stops_the_loop(start, depth: int, good_steps: int) -> None:
     error = ExecutorError("rank 1 ended with status -9")
     armed: list[int] = []
 
@@ -116,7 +116,7 @@ def test_a_failed_step_ends_every_request_once_and_the_loop(start, depth: int, g
     worker.scheduler.check_integrity()
 
 
-def test_an_executor_that_refuses_a_plan_ends_the_loop_too(worker: Worker) -> None:
+def test_executor_that_refuses_a_plan_stops_the_loop(worker: Worker) -> None:
     client = worker.client()
     keys = submit_three(client)
     worker.executor.close()
@@ -125,7 +125,7 @@ def test_an_executor_that_refuses_a_plan_ends_the_loop_too(worker: Worker) -> No
     assert ends(client, keys) == {(FinishReason.ERROR, "worker_lost")}
 
 
-def test_a_rank_that_dies_while_idle_ends_the_loop(worker: Worker) -> None:
+def test_rank_failure_while_idle_stops_the_loop(worker: Worker) -> None:
     def check() -> None:
         raise ExecutorError("rank 1 ended")
 
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_while_idle_ends_the_loop(worker: Worker) -> None:
         worker.engine.run()
 
 
-def test_idle_time_is_used_until_nothing_is_left_and_only_then_does_the_loop_wait(worker: Worker) -> None:
+def test_idle_work_is_finished_before_the_loop_waits(worker: Worker) -> None:
     waits: list[float] = []
     parts = [True, True, False, False]
     worker.engine._use_idle_time = lambda: parts.pop(0)
@@ -147,7 +147,7 @@ def test_idle_time_is_used_until_nothing_is_left_and_only_then_does_the_loop_wai
     assert len(waits) == 2 and all(wait > 0 for wait in waits)
 
 
-def test_a_fault_of_the_schedulers_ends_every_request(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_fault_ends_every_request(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     client = worker.client()
     keys = submit_three(client)
 
@@ -168,7 +168,7 @@ def test_integrity_is_checked_when_idle(worker: Worker) -> None:
         worker.engine.step()
 
 
-def test_stop_lets_requests_finish_and_refuses_new_ones(worker: Worker) -> None:
+def test_stop_drains_running_requests_and_refuses_new_ones(worker: Worker) -> None:
     client = worker.client()
     long = client.submit("long", max_tokens=60, ignore_eos=True)
     client.sync()
@@ -183,7 +183,7 @@ def test_stop_lets_requests_finish_and_refuses_new_ones(worker: Worker) -> None:
     worker.run_until_idle()
 
 
-def test_a_drain_takes_no_longer_than_allowed(worker: Worker) -> None:
+def test_drain_ends_at_its_timeout(worker: Worker) -> None:
     client = worker.client()
     keys = submit_three(client)
     worker.engine.stop()
@@ -197,7 +197,7 @@ def test_a_drain_takes_no_longer_than_allowed(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("how", ["twice", "now"])
-def test_a_second_stop_waits_for_nothing(worker: Worker, how: str) -> None:
+def test_second_stop_ends_immediately(worker: Worker, how: str) -> None:
     client = worker.client()
     keys = submit_three(client)
     if how == "twice":
@@ -221,7 +221,7 @@ def test_stop_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch
     assert not thread.is_alive()
 
 
-def test_a_message_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     client = worker.client()
     monkeypatch.setattr(engine_module, "IDLE_WAIT_SECONDS", 3600.0)
     worker.transport.patient = True
@@ -236,8 +236,8 @@ def test_a_message_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.Monkey
     assert not thread.is_alive()
 
 
-def test_no_message_is_slept_through_at_the_edge_of_idleness(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two requests comes about when the first is done and the loop waits, which it would for an hour."""
+def test_message_at_start_of_idle_wait_wakes_the_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a request sent while the loop starts to wait for an hour still wakes it."""
     clients = [worker.client(name) for name in (b"first", b"second")]
     monkeypatch.setattr(engine_module, "IDLE_WAIT_SECONDS", 3600.0)
     worker.transport.patient = True
@@ -249,14 +249,14 @@ def test_no_message_is_slept_through_at_the_edge_of_idleness(worker: Worker, mon
             threading.Event().wait(number % 20 * 20e-6)
         for client in clients:
             while client.ended(f"r{number}") is None:
-                assert client.socket.poll(10_000), f"request {number} is slept through"
+                assert client.socket.poll(10_000), f"request {number} did not wake the loop"
                 client.read()
     worker.engine.stop()
     thread.join(30)
     assert not thread.is_alive()
 
 
-def test_the_watchdog_is_told_now_and_then(start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_is_notified_periodically(start, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     monkeypatch.setenv("WATCHDOG_USEC", "8000000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))

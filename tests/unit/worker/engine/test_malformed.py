@@ -1,4 +1,4 @@
-"""Frames that no gateway sends: each is counted and dropped, and whoever else is served does not notice."""
+"""Malformed frames: each is counted and dropped without effect on other clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEEP = b"\x91" * 10_000 + b"\xc0"
 
 
 class Marker:
-    """Touches a file when it is unpickled."""
+    """Object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,12 +59,12 @@ PAYLOADS = {
 }
 
 
-def test_the_malformed_tokens_are_what_they_say() -> None:
+def test_malformed_frames_have_the_intended_faults() -> None:
     assert PAYLOADS["tokens of 2^32 - 1"] != VALID
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_a_malformed_frame_is_counted_and_dropped(worker: Worker, payload: bytes) -> None:
+def test_malformed_frame_is_counted_and_dropped(worker: Worker, payload: bytes) -> None:
     client, stranger = worker.client(), worker.client(b"stranger", hello=False)
     live = client.submit("live", max_tokens=40, ignore_eos=True)
     client.send_frames(payload)
@@ -77,7 +77,7 @@ def test_a_malformed_frame_is_counted_and_dropped(worker: Worker, payload: bytes
 
 
 @pytest.mark.parametrize("num_frames", [2, 3, 2**16])
-def test_a_message_of_many_frames_is_counted_once(worker: Worker, num_frames: int) -> None:
+def test_multi_frame_message_is_counted_once(worker: Worker, num_frames: int) -> None:
     client = worker.client()
     for frame in (b"", VALID):
         client.send_frames(*[frame] * num_frames)
@@ -86,7 +86,7 @@ def test_a_message_of_many_frames_is_counted_once(worker: Worker, num_frames: in
     assert set(client.outputs) == {("next", 0)}
 
 
-def test_a_pickle_is_not_read(worker: Worker, tmp_path: Path) -> None:
+def test_pickle_is_not_loaded(worker: Worker, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     client = worker.client()
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
@@ -94,10 +94,10 @@ def test_a_pickle_is_not_read(worker: Worker, tmp_path: Path) -> None:
     assert client.sync().counters["malformed_messages_total"] == pickle.HIGHEST_PROTOCOL + 1
     assert not marker.exists()
     pickle.loads(pickle.dumps(Marker(marker)))
-    assert marker.exists(), "the marker is not touched by anything"
+    assert marker.exists(), "only unpickling may touch the marker file"
 
 
-def test_other_kinds_of_sockets_do_no_harm(worker: Worker) -> None:
+def test_other_socket_types_are_harmless(worker: Worker) -> None:
     client = worker.client()
     for kind in (zmq.REQ, zmq.PUSH, zmq.PUB, zmq.SUB):
         socket = worker.context.socket(kind)
@@ -105,13 +105,13 @@ def test_other_kinds_of_sockets_do_no_harm(worker: Worker) -> None:
         socket.connect(worker.endpoint)
         if kind == zmq.REQ:
             socket.send(VALID)
-            worker.pump(lambda: worker.counters.malformed_messages_total == 1, "the REQ's message counted")
+            worker.pump(lambda: worker.counters.malformed_messages_total == 1, "the message of the REQ socket counted")
         client.complete(f"beside {kind}")
         socket.close()
     assert client.sync().counters["malformed_messages_total"] == 1
 
 
-def test_nothing_is_done_before_hello(worker: Worker) -> None:
+def test_messages_before_hello_are_ignored(worker: Worker) -> None:
     stranger = worker.client(b"stranger", hello=False)
     for message in (make_submit("a"), Cancel("a"), Ping(1)):
         stranger.send(message)
@@ -123,7 +123,7 @@ def test_nothing_is_done_before_hello(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_another_protocol_version_is_told_ours_and_not_served(worker: Worker, known: bool) -> None:
+def test_other_protocol_version_is_answered_with_ours_and_not_served(worker: Worker, known: bool) -> None:
     client, other = worker.client(), worker.client(b"other", hello=known)
     if known:
         other.submit("old", max_tokens=100, ignore_eos=True)
@@ -141,11 +141,11 @@ def test_another_protocol_version_is_told_ours_and_not_served(worker: Worker, kn
     other.complete("a")
 
 
-def test_frames_changed_at_random_reach_nobody_else(worker: Worker) -> None:
-    """2,000 messages with a few bytes changed, cut or doubled, while another gateway's stream goes on."""
+def test_random_corruption_does_not_affect_other_gateways(worker: Worker) -> None:
+    """Send 2,000 messages with changed, cut or duplicated bytes while another gateway's stream runs."""
     generator = random.Random(7)
     client, fuzzer = worker.client(), worker.client(b"fuzzer", hello=False)
-    # Not the fuzzer's own client, which would hold the answers to the protocol.
+    # Not through Client, which would check the answers against the protocol.
     worker.clients.remove(fuzzer)
     live = client.submit("live", max_tokens=100, ignore_eos=True)
     messages = [Hello(1, "fuzzer"), make_submit("f", num_choices=3, logprobs=2), Cancel("f", 1), Ping(3)]
@@ -167,7 +167,7 @@ def test_frames_changed_at_random_reach_nobody_else(worker: Worker) -> None:
     worker.scheduler.check_integrity()
 
 
-def test_a_frame_above_the_limit_is_not_decoded(start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_frame_is_not_decoded(start, monkeypatch: pytest.MonkeyPatch) -> None:
     worker: Worker = start()
     client, large = worker.client(), worker.client(b"large")
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 1 << 20)
@@ -178,8 +178,8 @@ def test_a_frame_above_the_limit_is_not_decoded(start, monkeypatch: pytest.Monke
     client.check(live)
 
 
-def test_numbers_at_the_edges_of_their_types(worker: Worker) -> None:
-    """Each is answered or counted, none raises."""
+def test_extreme_numbers_are_answered_or_counted(worker: Worker) -> None:
+    """Check that each message is answered or counted, and that none raises."""
     client = worker.client()
     base = msgspec.msgpack.decode(VALID)
     edges: list = [

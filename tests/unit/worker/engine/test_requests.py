@@ -14,7 +14,7 @@ from tests.unit.worker.engine.harness import MAX_MODEL_LEN, Client, Worker, expe
 NAN = float("nan")
 
 
-def test_welcome_tells_the_facts_and_the_bundle_comes_when_asked_for(worker: Worker) -> None:
+def test_welcome_describes_the_worker_and_bundle_is_sent_on_request(worker: Worker) -> None:
     client = worker.client()
     assert client.welcomes[0].facts == worker.facts
     client.send(BundleRequest("b"))
@@ -24,7 +24,7 @@ def test_welcome_tells_the_facts_and_the_bundle_comes_when_asked_for(worker: Wor
     assert stats.counters["malformed_messages_total"] == 1
 
 
-def test_a_request_runs_and_leaves_nothing(worker: Worker) -> None:
+def test_request_runs_and_frees_everything(worker: Worker) -> None:
     client = worker.client()
     client.complete("a", ignore_eos=True)
     worker.run_until_idle()
@@ -44,7 +44,7 @@ def test_accepted_drafts_are_reported_by_position(worker: Worker) -> None:
     assert stats.counters["spec_decode_num_accepted_tokens_total"] == 3
 
 
-def test_many_at_once_get_one_steps_message_a_step(worker: Worker) -> None:
+def test_concurrent_requests_share_one_steps_message_per_step(worker: Worker) -> None:
     client = worker.client()
     submits = [client.submit(f"r{i}", [5 + i] * (i + 1), seed=i, ignore_eos=True) for i in range(8)]
     for submit in submits:
@@ -60,12 +60,12 @@ def test_more_requests_than_rows_all_end(worker: Worker) -> None:
     worker.run_until_idle()
 
 
-def test_the_depth_is_used_and_kept(worker: Worker) -> None:
+def test_pipeline_depth_is_reached_and_not_exceeded(worker: Worker) -> None:
     worker.client().complete("a", ignore_eos=True)
     assert worker.executor.most_in_flight == worker.executor.depth
 
 
-def test_choices_share_a_prompt_and_end_each(worker: Worker) -> None:
+def test_choices_share_a_prompt_and_end_separately(worker: Worker) -> None:
     client = worker.client()
     submit = client.submit("a", list(range(5, 24)), num_choices=5, choice=2, max_tokens=20)
     client.check(submit)
@@ -74,7 +74,7 @@ def test_choices_share_a_prompt_and_end_each(worker: Worker) -> None:
     worker.run_until_idle()
 
 
-def test_cached_tokens_are_told_once_on_each_choices_first_output(worker: Worker) -> None:
+def test_cached_tokens_are_reported_once_on_each_choices_first_output(worker: Worker) -> None:
     client = worker.client()
     prompt = list(range(5, 22))
     client.complete("a", prompt, num_choices=2, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_prompt_logprobs_come_on_the_first_output_of_the_first_choice(worker: Wo
             assert [entry.token_id for entry in output.logprobs or []] == output.token_ids
 
 
-def test_a_resumed_request_goes_on_where_it_was(worker: Worker) -> None:
+def test_resumed_request_continues_its_text(worker: Worker) -> None:
     client = worker.client()
     whole = make_submit("a", max_tokens=12, ignore_eos=True)
     text = expected(whole)
@@ -110,7 +110,7 @@ def test_a_resumed_request_goes_on_where_it_was(worker: Worker) -> None:
     assert client.text("c") == []
 
 
-def test_cancel_ends_a_request_or_one_choice_of_it(worker: Worker) -> None:
+def test_cancel_ends_request_or_single_choice(worker: Worker) -> None:
     client = worker.client()
     submit = client.submit("a", num_choices=3, max_tokens=100, ignore_eos=True)
     worker.pump(lambda: len(client.text("a", 1)) > 3, "tokens")
@@ -126,13 +126,13 @@ def test_cancel_ends_a_request_or_one_choice_of_it(worker: Worker) -> None:
     worker.run_until_idle()
 
 
-def test_cancel_of_what_is_not_there_changes_nothing(worker: Worker) -> None:
+def test_cancel_of_unknown_request_is_ignored(worker: Worker) -> None:
     client, other = worker.client(), worker.client(b"other")
     client.complete("ended")
     live = client.submit("live", max_tokens=40, ignore_eos=True)
     for message in (Cancel("never"), Cancel("ended"), Cancel("ended", 0), Cancel("live", 5)):
         client.send(message)
-    # Another gateway's request of the same name is another request.
+    # Another gateway's request with the same id is a different request.
     other.send(Cancel("live"))
     other.sync()
     assert client.sync().counters["malformed_messages_total"] == 0
@@ -148,7 +148,7 @@ def test_two_gateways_may_use_the_same_ids(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-def test_an_id_that_is_live_is_not_taken_twice(worker: Worker, num_choices: int) -> None:
+def test_duplicate_live_id_is_refused(worker: Worker, num_choices: int) -> None:
     client = worker.client()
     submit = client.submit("a", max_tokens=60, ignore_eos=True)
     client.sync()
@@ -165,7 +165,7 @@ REFUSED = {
     "token id not below the vocabulary": ([5, VOCAB_SIZE], {}, "invalid_request"),
     "predicted id not below the vocabulary": ([5], {"prediction": [VOCAB_SIZE]}, "invalid_request"),
     "no tokens": ([], {}, "invalid_request"),
-    "prompt of no tokens": ([5], {"num_prompt_tokens": 0}, "invalid_request"),
+    "empty prompt": ([5], {"num_prompt_tokens": 0}, "invalid_request"),
     "prompt longer than the tokens": ([5], {"num_prompt_tokens": 2}, "invalid_request"),
     "another model": ([5], {"model": "other"}, "model_not_found"),
     "NaN temperature": ([5], {"temperature": NAN}, "invalid_request"),
@@ -183,7 +183,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("prompt", "changes", "code"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_run_is_answered_once_for_each_choice(
+def test_invalid_request_is_answered_once_per_choice(
     worker: Worker, prompt: list[int], changes: dict, code: str
 ) -> None:
     client = worker.client()
@@ -201,7 +201,7 @@ def test_what_cannot_run_is_answered_once_for_each_choice(
     assert client.sync().counters["rejected_requests_total"] == 1
 
 
-def test_choices_beyond_the_limit_are_refused_each(worker: Worker) -> None:
+def test_excess_choices_are_each_refused(worker: Worker) -> None:
     client = worker.client()
     client.submit("a", choice=100, num_choices=100)
     for choice in range(100, 200):
@@ -224,7 +224,7 @@ def test_choices_beyond_the_limit_are_refused_each(worker: Worker) -> None:
         {"sampling": {"logit_bias": {"x": 1.0}}},
     ],
 )
-def test_a_submit_beyond_the_protocol_is_answered_too(worker: Worker, changes: dict) -> None:
+def test_submit_outside_protocol_limits_is_answered(worker: Worker, changes: dict) -> None:
     client = worker.client()
     live = client.submit("live", max_tokens=30, ignore_eos=True)
     for request_id in ("a", "live"):
@@ -236,7 +236,7 @@ def test_a_submit_beyond_the_protocol_is_answered_too(worker: Worker, changes: d
     client.complete("next")
 
 
-def test_a_request_too_large_for_the_cache_is_refused(start) -> None:
+def test_request_larger_than_cache_is_refused(start) -> None:
     worker: Worker = start(num_pages=4)
     client = worker.client()
     client.submit("a", [5] * 17)
@@ -246,7 +246,7 @@ def test_a_request_too_large_for_the_cache_is_refused(start) -> None:
     client.complete("next", [5] * 9)
 
 
-def test_a_request_whose_logits_are_not_finite_fails_alone(worker: Worker) -> None:
+def test_request_with_non_finite_logits_fails_alone(worker: Worker) -> None:
     client = worker.client()
     live = client.submit("live", max_tokens=30, ignore_eos=True)
     client.submit("bad", [POISON_TOKEN_ID])
@@ -255,7 +255,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(worker: Worker) -> No
     worker.run_until_idle()
 
 
-def test_a_deadline_that_passed_ends_what_waits(worker: Worker) -> None:
+def test_expired_deadline_ends_waiting_requests(worker: Worker) -> None:
     client = worker.client()
     client.submit("late", deadline=1.0, num_choices=2)
     assert [client.finish("late", choice).code for choice in (0, 1)] == ["deadline_exceeded"] * 2
@@ -263,8 +263,8 @@ def test_a_deadline_that_passed_ends_what_waits(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_order_of_messages_ends_every_choice_once(start, seed: int) -> None:
-    """Submits, cancels and bad messages at every phase, with few pages; Client checks each message that comes."""
+def test_random_message_order_ends_every_choice_once(start, seed: int) -> None:
+    """Send submits, cancels and invalid messages at every phase, with few pages; Client checks each reply."""
     generator = random.Random(seed)
     worker: Worker = start(depth=1 + seed % 2, max_num_seqs=4, num_pages=40)
     clients = [worker.client(name) for name in (b"x", b"y")]
@@ -303,11 +303,11 @@ def test_any_order_of_messages_ends_every_choice_once(start, seed: int) -> None:
 
 
 def altered(submit: Submit, changes: dict) -> bytes:
-    """A Submit with fields that its type does not allow."""
+    """Return a Submit with fields that its type does not allow."""
     return msgspec.msgpack.encode(msgspec.msgpack.decode(encode_message(submit)) | changes)
 
 
-def test_embeddings_come_once_with_the_end_beside_texts(worker: Worker) -> None:
+def test_embedding_is_sent_once_with_its_end_beside_texts(worker: Worker) -> None:
     client = worker.client()
     text = client.submit("t", list(range(5, 24)), ignore_eos=True, max_tokens=20)
     prompt = [3 + i % 90 for i in range(MAX_MODEL_LEN)]
@@ -323,7 +323,7 @@ def test_embeddings_come_once_with_the_end_beside_texts(worker: Worker) -> None:
     assert client.sync().counters["prompt_tokens_total"] == 2 * MAX_MODEL_LEN + 19
 
 
-def test_embeddings_that_cannot_be_are_refused(worker: Worker) -> None:
+def test_invalid_embedding_requests_are_refused(worker: Worker) -> None:
     client = worker.client()
     client.submit("long", [5] * (MAX_MODEL_LEN + 1), pooling="last")
     client.submit("choices", [5, 6], pooling="last", num_choices=2)

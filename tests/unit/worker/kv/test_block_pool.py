@@ -1,4 +1,4 @@
-"""Reference counts and the order in which free pages are handed out."""
+"""Reference counts and the order in which free pages are allocated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from worker.kv.block_pool import BlockPool, OutOfPagesError
 
 
-def test_blank_pages_go_out_before_cached_ones_and_those_in_order_of_release():
+def test_blank_pages_are_allocated_first_then_cached_in_release_order():
     evicted: list[int] = []
     pool = BlockPool(4, evicted.append)
     pages = pool.allocate(4)
@@ -22,7 +22,7 @@ def test_blank_pages_go_out_before_cached_ones_and_those_in_order_of_release():
     assert (pool.num_free, pool.num_cached) == (1, 1)
 
 
-def test_a_page_found_again_is_not_evicted():
+def test_reacquired_page_is_not_evicted():
     pool = BlockPool(2, lambda page: None)
     first, second = pool.allocate(2)
     pool.release(first, findable=True)
@@ -33,7 +33,7 @@ def test_a_page_found_again_is_not_evicted():
         pool.allocate(1)
 
 
-def test_a_page_released_too_often_is_an_error():
+def test_excess_release_raises():
     pool = BlockPool(1, lambda page: None)
     (page,) = pool.allocate(1)
     pool.release(page, findable=False)
@@ -41,7 +41,7 @@ def test_a_page_released_too_often_is_an_error():
         pool.release(page, findable=False)
 
 
-def test_check_finds_a_lost_page():
+def test_check_detects_lost_page():
     pool = BlockPool(2, lambda page: None)
     pool.allocate(1)
     with pytest.raises(AssertionError, match="reference counts differ"):
@@ -52,7 +52,7 @@ def test_check_finds_a_lost_page():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random use against a plain model: a list of holders and the set of findable pages."""
+    """Random operations compared with a model: a list of holders and the set of findable pages."""
 
     def __init__(self) -> None:
         super().__init__()

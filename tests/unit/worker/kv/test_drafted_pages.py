@@ -1,4 +1,4 @@
-"""Which pages have their draft half: marks that go with pages from one sequence to the next."""
+"""Draft marks of pages, and how they follow pages from one sequence to the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(**options) -> KVManager:
 
 
 def computed(kv: KVManager, token_ids: list[int], num_drafted: int = 0) -> SequencePages:
-    """A sequence whose tokens are all computed, and some of them drafted."""
+    """Return a sequence whose tokens are all computed, the first `num_drafted` also by the draft model."""
     sequence = kv.open(b"")
     kv.adopt(sequence, kv.match_prefix(sequence, token_ids))
     assert kv.extend(sequence, len(token_ids))
@@ -27,7 +27,7 @@ def computed(kv: KVManager, token_ids: list[int], num_drafted: int = 0) -> Seque
 
 
 @pytest.mark.parametrize(("num_drafted", "found"), [(0, 0), (3, 0), (4, 4), (11, 8), (22, 20)])
-def test_a_hit_brings_the_leading_pages_that_are_drafted(num_drafted, found):
+def test_prefix_hit_includes_leading_drafted_pages(num_drafted, found):
     kv = make()
     first = computed(kv, TOKENS, num_drafted)
     assert first.num_drafted == num_drafted
@@ -39,7 +39,7 @@ def test_a_hit_brings_the_leading_pages_that_are_drafted(num_drafted, found):
     assert computed(kv, TOKENS).num_drafted == found
 
 
-def test_a_page_that_is_handed_out_for_other_content_has_no_draft_half():
+def test_reallocated_page_has_no_draft_mark():
     kv = make(num_pages=6)
     kv.free(computed(kv, TOKENS, 22))
     assert kv.num_cached == 5
@@ -49,7 +49,7 @@ def test_a_page_that_is_handed_out_for_other_content_has_no_draft_half():
     assert computed(kv, TOKENS[:12]).num_drafted == 8
 
 
-def test_blank_pages_lose_their_marks_too():
+def test_blank_pages_lose_draft_marks():
     kv = make(enable_prefix_caching=False)
     kv.free(computed(kv, TOKENS, 22))
     sequence = computed(kv, TOKENS)
@@ -59,24 +59,24 @@ def test_blank_pages_lose_their_marks_too():
     assert kv.find_drafted(computed(kv, TOKENS)) == 0
 
 
-def test_only_a_leading_run_counts():
+def test_only_leading_drafted_pages_count():
     kv = make()
     first = computed(kv, TOKENS)
     second = computed(kv, TOKENS[:9], 9)  # marks the first two pages
     assert (first.num_drafted, kv.find_drafted(first)) == (0, 8)
     kv.free(first)
     kv.free(second)
-    kv.free(computed(kv, list(range(500, 536))))  # of 12 pages all but the first three are handed out
+    kv.free(computed(kv, list(range(500, 536))))  # allocates all of the 12 pages but the first three
     again = computed(kv, TOKENS)
     assert again.num_drafted == 8
-    kv.commit_drafted(again, 7)  # what is known already stays
+    kv.commit_drafted(again, 7)  # existing marks stay
     assert again.num_drafted == 8
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_drafted", "found"), [(22, 21, 21), (21, 22, 21), (19, 10, 10), (20, 22, 20)]
 )
-def test_a_fork_has_what_its_parent_has_drafted(num_tokens, num_drafted, found):
+def test_fork_inherits_draft_marks(num_tokens, num_drafted, found):
     kv = make()
     parent = computed(kv, TOKENS, num_drafted)
     child = kv.open(b"")
@@ -92,7 +92,7 @@ def test_a_fork_has_what_its_parent_has_drafted(num_tokens, num_drafted, found):
     kv.check_integrity()
 
 
-def test_siblings_find_what_one_of_them_drafts():
+def test_siblings_see_each_others_draft_marks():
     kv = make()
     parent = computed(kv, TOKENS)
     children = [kv.open(b"") for _ in range(3)]
@@ -104,7 +104,7 @@ def test_siblings_find_what_one_of_them_drafts():
     kv.check_integrity()
 
 
-def test_more_tokens_than_pages_are_refused_and_lost_marks_are_found():
+def test_excess_drafted_tokens_are_refused_and_lost_marks_detected():
     kv = make()
     sequence = computed(kv, TOKENS, 8)
     with pytest.raises(ValueError, match="25 tokens drafted in pages for 24"):
@@ -117,9 +117,9 @@ def test_more_tokens_than_pages_are_refused_and_lost_marks_are_found():
         kv.check_integrity()
 
 
-def test_the_first_group_alone_has_draft_halves():
+def test_only_first_group_has_draft_marks():
     kv = make(num_groups=2)
-    # Page 0 of the second group is in another place of its table than of the first one's.
+    # Page 0 has a different position in the second group's table than in the first group's.
     other = computed(kv, list(range(300, 308)))
     sequence = computed(kv, TOKENS, 22)
     kv.free(other)
@@ -127,8 +127,8 @@ def test_the_first_group_alone_has_draft_halves():
     assert computed(kv, TOKENS).num_drafted == 20
 
 
-def test_a_mark_never_outlives_the_content_of_its_page():
-    """Random lives over few pages, against a record of which content each page's draft half was computed for."""
+def test_draft_mark_never_outlives_page_content():
+    """Compare random operations over few pages with a record of the content that each draft half was computed for."""
     rng = random.Random(5)
     kv = make(num_pages=14)
     live: list[tuple[SequencePages, list[int]]] = []

@@ -1,4 +1,4 @@
-"""Sharing, finding again and copying of pages."""
+"""Sharing, reuse and copying of pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _manager(**options) -> KVManager:
 
 
 def _computed(kv: KVManager, token_ids: list[int], salt: bytes = b"") -> SequencePages:
-    """A sequence whose tokens are all computed."""
+    """Return a sequence whose tokens are all computed."""
     sequence = kv.open(salt)
     kv.adopt(sequence, kv.match_prefix(sequence, token_ids))
     assert kv.extend(sequence, len(token_ids))
@@ -29,7 +29,7 @@ def _found(kv: KVManager, token_ids: list[int], salt: bytes = b"") -> int:
     return kv.match_prefix(kv.open(salt), token_ids).num_tokens
 
 
-def test_whole_pages_are_found_and_the_last_token_never_is():
+def test_match_covers_full_pages_but_never_the_last_token():
     kv = _manager()
     kv.free(_computed(kv, TOKENS))
     assert _found(kv, TOKENS) == 20
@@ -40,7 +40,7 @@ def test_whole_pages_are_found_and_the_last_token_never_is():
     assert _found(kv, [1, *TOKENS[1:]]) == 0
 
 
-def test_a_match_shares_the_pages():
+def test_match_shares_pages():
     kv = _manager()
     first = _computed(kv, TOKENS)
     second = _computed(kv, TOKENS)
@@ -59,7 +59,7 @@ def test_salts_keep_tenants_apart():
     assert _found(kv, TOKENS, b"two") == _found(kv, TOKENS) == 0
 
 
-def test_equal_hashes_of_other_tokens_are_a_miss(monkeypatch):
+def test_hash_collision_is_a_miss(monkeypatch):
     monkeypatch.setattr("worker.kv.manager.next_page_hash", lambda parent, ids, salt: b"%d" % len(parent))
     kv = _manager()
     sequence = kv.open(b"")
@@ -81,7 +81,7 @@ def test_pages_are_hashed_only_when_full_and_computed():
     assert sequence.num_committed == 2
 
 
-def test_the_tail_of_a_prefix_is_evicted_before_its_head():
+def test_prefix_tail_is_evicted_before_its_head():
     kv = _manager(num_pages=6)
     kv.free(_computed(kv, TOKENS[:20]))
     other = kv.open(b"")
@@ -91,7 +91,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     assert _found(kv, TOKENS) == 12
 
 
-def test_pages_of_a_failed_sequence_are_not_found_again_wherever_they_came_from():
+def test_pages_of_failed_sequence_are_never_found_again():
     kv = _manager()
     kv.free(_computed(kv, TOKENS[:8]))
     sequence = _computed(kv, TOKENS)
@@ -104,7 +104,7 @@ def test_pages_of_a_failed_sequence_are_not_found_again_wherever_they_came_from(
     assert (kv.pages_in_use, kv.num_cached) == (0, 0)
 
 
-def test_extend_changes_nothing_where_pages_are_lacking():
+def test_extend_without_enough_pages_changes_nothing():
     kv = _manager(num_pages=3)
     sequence = kv.open(b"")
     assert kv.extend(sequence, 8)
@@ -113,7 +113,7 @@ def test_extend_changes_nothing_where_pages_are_lacking():
     assert kv.extend(sequence, 12)
 
 
-def test_fits_counts_cached_pages_that_would_be_taken_back():
+def test_fits_excludes_cached_pages_of_the_match():
     kv = _manager(num_pages=5)
     kv.free(_computed(kv, TOKENS[:16]))
     match = kv.match_prefix(kv.open(b""), TOKENS[:20])
@@ -124,7 +124,7 @@ def test_fits_counts_cached_pages_that_would_be_taken_back():
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_fork_shares_full_pages_and_copies_the_partial_one(num_groups):
+def test_fork_shares_full_pages_and_copies_the_partial_one(num_groups):
     kv = _manager(num_groups=num_groups)
     parent = _computed(kv, TOKENS[:10])
     child = kv.open(b"")
@@ -138,7 +138,7 @@ def test_a_fork_shares_full_pages_and_copies_the_partial_one(num_groups):
     assert kv.pages_in_use == 0
 
 
-def test_a_fork_at_the_end_of_a_page_copies_nothing():
+def test_fork_at_page_boundary_copies_nothing():
     kv = _manager()
     parent = _computed(kv, TOKENS[:10])
     child = kv.open(b"")
@@ -146,7 +146,7 @@ def test_a_fork_at_the_end_of_a_page_copies_nothing():
     assert child.num_slots == 8
 
 
-def test_all_groups_must_have_a_page_for_it_to_be_found():
+def test_match_requires_page_in_all_groups():
     kv = _manager(num_groups=2)
     sequence = _computed(kv, TOKENS)
     kv.free(sequence)
@@ -155,14 +155,14 @@ def test_all_groups_must_have_a_page_for_it_to_be_found():
     assert _found(kv, TOKENS) < 20
 
 
-def test_caching_can_be_off():
+def test_prefix_caching_can_be_disabled():
     kv = _manager(enable_prefix_caching=False)
     kv.free(_computed(kv, TOKENS))
     assert _found(kv, TOKENS) == 0
     assert kv.num_cached == 0
 
 
-def test_check_integrity_finds_a_wrong_hash_and_a_lost_page():
+def test_check_integrity_detects_wrong_hash_and_lost_page():
     kv = _manager()
     sequence = _computed(kv, TOKENS)
     cache = kv._caches[0]
@@ -178,7 +178,7 @@ def test_check_integrity_finds_a_wrong_hash_and_a_lost_page():
         kv.check_integrity()
 
 
-def test_a_match_asked_for_again_is_that_of_now():
+def test_repeated_match_reflects_current_cache():
     kv = _manager(num_pages=6)
     waiting = kv.open(b"")
     assert kv.match_prefix(waiting, TOKENS).num_tokens == 0

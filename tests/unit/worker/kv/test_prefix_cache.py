@@ -1,4 +1,4 @@
-"""What the cache finds, and what it must not."""
+"""Hits and misses of the prefix cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _insert(cache: PrefixCache, page: int, ids: list[int] = IDS, parent: bytes =
     return page_hash
 
 
-def test_a_page_is_found_by_all_that_it_depends_on():
+def test_inserted_page_is_found():
     cache = PrefixCache()
     page_hash = _insert(cache, 3)
     assert cache.find(page_hash, ROOT, IDS, b"") == 3
@@ -28,13 +28,13 @@ def test_a_page_is_found_by_all_that_it_depends_on():
     [(b"x" * 32, IDS, b""), (ROOT, [7, 8, 9, 11], b""), (ROOT, IDS, b"other"), (ROOT, IDS[:3], b"")],
     ids=["parent", "token ids", "salt", "length"],
 )
-def test_the_same_hash_of_something_else_is_a_miss(parent, ids, salt):
+def test_equal_hash_with_other_content_is_a_miss(parent, ids, salt):
     cache = PrefixCache()
     page_hash = _insert(cache, 3)
     assert cache.find(page_hash, parent, ids, salt) is None
 
 
-def test_of_two_pages_with_the_same_content_the_first_stays():
+def test_first_of_two_equal_pages_is_kept():
     cache = PrefixCache()
     page_hash = _insert(cache, 3)
     _insert(cache, 4)
@@ -44,7 +44,7 @@ def test_of_two_pages_with_the_same_content_the_first_stays():
     assert cache.find(page_hash, ROOT, IDS, b"") == 3
 
 
-def test_a_removed_page_makes_room_for_another():
+def test_removed_page_can_be_replaced():
     cache = PrefixCache()
     page_hash = _insert(cache, 3)
     assert cache.remove(3)
@@ -53,7 +53,7 @@ def test_a_removed_page_makes_room_for_another():
     assert cache.find(page_hash, ROOT, IDS, b"") == 4
 
 
-def test_the_salt_enters_through_the_first_page_and_reaches_all():
+def test_salt_affects_hashes_of_all_pages():
     cache = PrefixCache()
     first, salted = (_insert(cache, page, salt=salt) for page, salt in ((0, b""), (1, b"tenant")))
     assert first != salted
@@ -62,7 +62,7 @@ def test_the_salt_enters_through_the_first_page_and_reaches_all():
     cache.check()
 
 
-def test_check_finds_pages_and_hashes_that_disagree():
+def test_check_detects_inconsistent_pages_and_hashes():
     cache = PrefixCache()
     page_hash = _insert(cache, 3)
     cache._pages[page_hash] = 4

@@ -1,4 +1,4 @@
-"""The tensors of the KV cache."""
+"""Tensors of the KV cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.plan import PageCopy
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_size_is_what_was_planned(size: int, dtype: torch.dtype) -> None:
+def test_storage_size_equals_plan(size: int, dtype: torch.dtype) -> None:
     _, spec, _ = make_pair()
     parallel = ParallelContext(tp_size=size)
     kv = KVStorage(spec, 7, 16, dtype, "cpu", parallel)
@@ -31,7 +31,7 @@ def test_size_is_what_was_planned(size: int, dtype: torch.dtype) -> None:
     assert keys.shape == values.shape == (7, max(1, 2 // size), 16, 32)
 
 
-def test_cells_are_paired_where_the_processor_multiplies_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_paired_if_processor_multiplies_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     for there in (True, False):
         monkeypatch.setattr(bf16, "supported", lambda there=there: there)
         assert stored_in_pairs(torch.bfloat16, 64, 16) is there
@@ -41,7 +41,7 @@ def test_cells_are_paired_where_the_processor_multiplies_pairs(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_copies_follow_each_other_and_their_group(dtype: torch.dtype) -> None:
+def test_copies_are_applied_in_order_and_per_group(dtype: torch.dtype) -> None:
     _, spec, _ = make_pair()
     spec = dataclasses.replace(spec, kv_groups=(KVGroupSpec(layers=(0, 2)), KVGroupSpec(layers=(1,))))
     kv = KVStorage(spec, 4, 16, dtype, "cpu")

@@ -1,4 +1,4 @@
-"""Texts that repeat themselves, against a search that looks at everything."""
+"""Repetition detection compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def repeats(tokens: list[int], rule: RepetitionDetection) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_finds_what_a_full_search_finds(seed):
+def test_detector_equals_exhaustive_search(seed):
     rng = random.Random(seed)
     longest = rng.randrange(1, 9)
     rule = RepetitionDetection(
@@ -44,12 +44,12 @@ def test_it_finds_what_a_full_search_finds(seed):
         assert found
 
 
-def test_what_was_emitted_before_counts():
+def test_tokens_emitted_before_resume_count():
     rule = RepetitionDetection(max_pattern_size=3, min_count=3)
     assert RepetitionWatch(rule, [5, 6, 5, 6, 5]).append(6)
 
 
-def test_a_token_costs_little_however_long_the_pattern():
+def test_cost_per_token_is_independent_of_pattern_length():
     watch = RepetitionWatch(RepetitionDetection(max_pattern_size=1024, min_count=1024))
     begin = time.perf_counter()
     for _ in range(20_000):
@@ -59,10 +59,10 @@ def test_a_token_costs_little_however_long_the_pattern():
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("min_tokens", [0, 30])
-def test_it_ends_a_choice(min_tokens, depth):
+def test_repetition_ends_choice(min_tokens, depth):
     rule = RepetitionDetection(max_pattern_size=1, min_count=2)
     sampling = {"max_tokens": 90, "min_tokens": min_tokens, "ignore_eos": True}
-    # The executor's texts are hashes: one in which a token comes twice in a row must be looked for.
+    # The executor's texts are hashes, so the test searches for one in which a token occurs twice in a row.
     harness = Harness(depth=depth, max_model_len=200, num_pages=64)
     plain = [make_submit(f"r{n}", [3 + n, 4], sampling=sampling | {"seed": n}) for n in range(6)]
     texts = [generate(submit.token_ids, submit.sampling, 0, 200) for submit in plain]

@@ -1,4 +1,4 @@
-"""When a choice ends by itself."""
+"""Conditions under which a choice ends by itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def stopped(token_id: int) -> Finish:
 
 
 def end(generated: list[int], *, emitted: int = 0, max_model_len: int = 64, **sampling) -> Finish | None:
-    """How a request with a prompt of 3 ends with these tokens, of which the first `emitted` came with the Submit."""
+    """Return how a request with a prompt of 3 tokens ends.
+
+    The first `emitted` of the generated tokens came with the Submit.
+    """
     prompt = [5, 6, 7]
     submit = make_submit(
         "a", prompt + generated[:emitted], num_prompt_tokens=3, sampling={"max_tokens": 10, **sampling}
@@ -44,12 +47,12 @@ def end(generated: list[int], *, emitted: int = 0, max_model_len: int = 64, **sa
         "end of text": ([9, EOS], {}, stopped(EOS)),
         "end of text ignored": ([9, EOS], {"ignore_eos": True}, None),
         "own stop token": ([9, 8], {"stop_token_ids": (8,)}, stopped(8)),
-        "own stop token counts where the end of text does not": (
+        "own stop token counts although the end of text is ignored": (
             [9, 8],
             {"stop_token_ids": (8,), "ignore_eos": True},
             stopped(8),
         ),
-        "the end of text asked for by its number": (
+        "end-of-text id given as a stop token": (
             [EOS],
             {"stop_token_ids": (EOS,), "ignore_eos": True},
             stopped(EOS),
@@ -58,14 +61,14 @@ def end(generated: list[int], *, emitted: int = 0, max_model_len: int = 64, **sa
         "within min_tokens": ([9, 9, EOS], {"min_tokens": 3}, None),
         "after min_tokens": ([9, 9, 9, EOS], {"min_tokens": 3}, stopped(EOS)),
         "length": ([9] * 10, {}, LENGTH),
-        "one before the length": ([9] * 9, {}, None),
+        "one token before the length": ([9] * 9, {}, None),
         "stop token and length": ([9] * 9 + [EOS], {}, stopped(EOS)),
         "length within min_tokens": ([9] * 9 + [EOS], {"min_tokens": 10}, LENGTH),
         "context length": ([9] * 5, {"max_model_len": 8}, LENGTH),
-        "resumed: what was emitted before counts": ([9] * 10, {"emitted": 6}, LENGTH),
+        "resumed: tokens emitted before count": ([9] * 10, {"emitted": 6}, LENGTH),
         "resumed: min_tokens too": ([9, 9, 9, EOS], {"emitted": 2, "min_tokens": 3}, stopped(EOS)),
         "resumed: still within min_tokens": ([9, 9, EOS], {"emitted": 2, "min_tokens": 3}, None),
     }.values(),
 )
-def test_ends(generated, sampling, expected):
+def test_choice_end_conditions(generated, sampling, expected):
     assert end(generated, **sampling) == expected

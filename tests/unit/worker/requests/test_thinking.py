@@ -1,4 +1,4 @@
-"""The budget of reasoning against its definition, token by token."""
+"""Reasoning budget compared token by token with its definition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(max_tokens: int, *emitted: int, **fields) -> ThinkingAutomaton:
 
 
 def spent(tokens: list[int], start: tuple[int, ...], end: tuple[int, ...], inside: bool) -> tuple[bool, int, int]:
-    """Whether the text is inside now, how many tokens it spent there, and how much of the end mark is there."""
+    """Return whether the text is inside reasoning, the tokens spent there, and the matched length of the end mark."""
     begin = count = 0
     for at in range(1, len(tokens) + 1):
         part = tuple(tokens[begin:at])
@@ -32,7 +32,7 @@ def spent(tokens: list[int], start: tuple[int, ...], end: tuple[int, ...], insid
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_counts_and_forces_as_defined(seed):
+def test_budget_equals_definition(seed):
     rng = random.Random(seed)
     start = tuple(rng.choices((1, 2), k=rng.randrange(4)))
     end = tuple(rng.choices((2, 3), k=rng.randrange(1, 5)))
@@ -54,7 +54,7 @@ def test_it_counts_and_forces_as_defined(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_forced_within_its_free_tokens(seed):
+def test_nothing_is_forced_within_the_budget(seed):
     rng = random.Random(seed)
     automaton = make(rng.randrange(6), open=rng.random() < 0.5)
     for _ in range(60):
@@ -65,7 +65,7 @@ def test_nothing_is_forced_within_its_free_tokens(seed):
         automaton.advance(automaton.forced if automaton.forced is not None else rng.choice((1, 2, 3, 4, 5)))
 
 
-def test_the_budget_is_for_all_reasoning_of_a_text_together():
+def test_budget_covers_all_reasoning_sections():
     automaton = make(3, 1, 2, 5, 5, 3, 4, 9, 9, 1, 2, 5)
     assert automaton.forced == 3
     automaton.advance(3)
@@ -77,11 +77,11 @@ def test_the_budget_is_for_all_reasoning_of_a_text_together():
     assert automaton.forced == 3
 
 
-def test_a_mark_that_the_model_has_begun_is_finished():
+def test_started_end_mark_is_completed():
     assert make(2, 5, 3, open=True).forced == 4
 
 
-def test_what_never_opens_or_was_dropped_bounds_nothing():
+def test_unopened_or_dropped_reasoning_is_unbounded():
     assert make(0, 1, 2, start_ids=()).num_free == UNBOUNDED
     automaton = make(0, open=True)
     assert automaton.forced == 3

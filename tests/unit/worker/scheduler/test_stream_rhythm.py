@@ -22,12 +22,12 @@ class Machine:
     """Step costs of a simulated machine.
 
     Attributes:
-    decode_ms: Duration of a step with a few decoding rows.
-    token_ms: Additional duration per prompt token.
-    attention: Context length at which a prompt token costs twice as much as at the start.
-    noise: Maximum relative deviation of a step's duration.
-    settled: Tokens each stream has when the prompt arrives; 0 means that nothing is learned yet.
-    hiccup: Factor on the duration of the first step with decoding rows alone.
+        decode_ms: Duration of a step with a few decoding rows.
+        token_ms: Additional duration per prompt token.
+        attention: Context length at which a prompt token costs twice as much as at the start.
+        noise: Maximum relative deviation of a step's duration.
+        settled: Tokens each stream has when the prompt arrives; 0 means that nothing is learned yet.
+        hiccup: Factor on the duration of the first step with decoding rows alone.
     """
 
     decode_ms: float = 8.0
