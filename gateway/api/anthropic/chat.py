@@ -52,7 +52,7 @@ def chat_of_conversation(fields: ConversationFields, entry: ModelEntry) -> ChatF
     Raises:
         InvalidRequestError: A field is invalid; the error names it.
     """
-    converted = conversation(fields.system, fields.messages, keep_thinking=_num_kept_thinking_turns(fields.context_management))
+    converted = conversation(fields.system, fields.messages, keep_thinking=_kept_rounds(fields.context_management))
     chat = ChatFields(model=fields.model, messages=converted.messages)
     if converted.continued:
         chat.continue_final_message = True
@@ -249,7 +249,7 @@ class _ClearThinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     keep: str | _Turns | None = None
 
 
-def _num_kept_thinking_turns(management: ContextManagement | None) -> int | None:
+def _kept_rounds(management: ContextManagement | None) -> int | None:
     """Return the number of the assistant's last rounds that keep their thinking; None keeps all.
 
     Raises:

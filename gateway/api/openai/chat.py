@@ -16,7 +16,7 @@ from gateway.api.common.prepare import prepare_chat
 from gateway.api.common.resumable import stream
 from gateway.flow.events import TextDelta
 from gateway.http.body import read_json
-from gateway.http.errors import dump_json, json_response, cached_json
+from gateway.http.errors import cached_json, dump_json, json_response
 from gateway.http.sse import failure
 from gateway.text.message_parser import ToolCallDelta
 from shared.errors import PeltonError

@@ -23,7 +23,7 @@ from gateway.api.responses.input import history_of, items_of, num_tokens, prepar
 from gateway.api.responses.shapes import ResponseEvents, response_head, stored_items, stream_failure
 from gateway.http.app_keys import DRAIN, GATEWAY_INDEX, IDENTITY, RESPONSES, STREAMS
 from gateway.http.body import read_json
-from gateway.http.errors import json_response, cached_json
+from gateway.http.errors import cached_json, json_response
 from gateway.http.route import query_of
 from gateway.http.sse import stream_events
 from gateway.stores.responses import ResponseStore, StoredResponse, count_stored, load_items

@@ -14,7 +14,7 @@ from gateway.api.common.reasoning import packed_reasoning
 from gateway.api.responses.fields import ResponseFields
 from gateway.api.responses.items import new_item_id
 from gateway.flow.events import TextDelta
-from gateway.http.errors import dump_json, cached_json
+from gateway.http.errors import cached_json, dump_json
 from gateway.text.message_parser import ToolCallDelta
 from shared.errors import InternalError, PeltonError, RateLimitError
 from shared.messages import TokenLogprobs
