@@ -1,4 +1,4 @@
-"""Shapes of experts' layers for their test and their benchmark."""
+"""Shapes of expert layers for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = [("Mixtral-8x7B", 8, 2, 4096, 14336), ("Qwen3-30B-A3B", 128, 8, 2048, 7
 
 
 def random_routing(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> torch.Tensor:
-    """[T, top_k] expert ids, some experts far likelier than others, on the generator's device."""
+    """Return [T, top_k] expert ids on the generator's device; some experts are far more probable than others."""
     device = generator.device
     logits = torch.randn((num_tokens, num_experts), generator=generator, device=device)
     logits += torch.randn(num_experts, generator=generator, device=device)
@@ -26,7 +26,10 @@ def random_routing(num_tokens: int, top_k: int, num_experts: int, generator: tor
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """The first layer (gate and up) of each model in bfloat16 at 1, 64 and 2048 tokens; `scale` divides the sizes."""
+    """Return benchmarks of the first layer (gate and up) of each model in bfloat16 at 1, 64 and 2048 tokens.
+
+    `scale` divides the sizes.
+    """
     from kernels.ops.grouped_linear.triton import grouped_linear, order_by_expert
 
     generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""Which tokens go to which expert, sorted."""
+"""The assignment of tokens to experts, sorted by expert."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """The choices of a step's tokens by expert; slot t * top_k + j is choice j of token t.
+    """Expert choices of a step's tokens, sorted by expert; slot t * top_k + j is choice j of token t.
 
     Attributes:
-        slots: [T * top_k] int32, ascending within an expert; what lies beyond offsets[-1] means nothing.
+        slots: [T * top_k] int32, ascending within an expert; elements from offsets[-1] on are undefined.
         offsets: [E + 1] int32: expert e has slots[offsets[e] : offsets[e + 1]].
-        top_k: choices of a token.
+        top_k: Number of choices of a token.
     """
 
     slots: torch.Tensor
@@ -23,4 +23,5 @@ class ExpertOrder:
 
     @property
     def num_experts(self) -> int:
+        """Number of experts."""
         return self.offsets.shape[0] - 1

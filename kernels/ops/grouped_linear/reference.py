@@ -1,4 +1,4 @@
-"""Routing to experts and their linear layers, in plain torch."""
+"""Routing to experts, and their linear layers, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from kernels.ops.grouped_linear.inputs import ExpertOrder
 
 
 def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token: the top_k largest of softmax(logits), the largest first, equal ones by lower id.
+    """Choose the experts of each token: the top_k largest of softmax(logits), in descending order.
+
+    Equal values are ordered by expert id.
 
     Args:
         router_logits: [T, E].
-        renormalize: the weights of a token are divided by their sum.
+        top_k: Number of experts of a token.
+        renormalize: Divide the weights of a token by their sum.
 
     Returns:
-        expert ids [T, top_k] int32 and weights [T, top_k] float32.
+        Expert ids [T, top_k] int32 and weights [T, top_k] float32.
     """
     probabilities = router_logits.float().softmax(dim=-1)
     weights, ids = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -26,7 +29,7 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tupl
 
 
 def order_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertOrder:
-    """Sorts [T, top_k] expert ids. An id outside of 0..num_experts - 1 (another rank's expert, padding) is left out."""
+    """Sort [T, top_k] expert ids; ids outside 0..num_experts - 1 (other ranks' experts, padding) are omitted."""
     flat = expert_ids.flatten().long()
     mine = (flat >= 0) & (flat < num_experts)
     keys = torch.where(mine, flat, num_experts)
@@ -45,13 +48,15 @@ def grouped_linear(
     slot_weights: torch.Tensor | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """out[slot] = (x of the slot @ weight of its expert .T + bias) * slot_weights[slot], for each slot of `order`.
+    """Compute out[slot] = (x of the slot @ weight of its expert .T + bias) * slot_weights[slot] for each slot.
 
     Args:
-        x: [T, K], a row a token; or [T * top_k, K], a row a slot.
-        weight: [E, N, K]; bias: [E, N] or None.
+        x: [T, K], one row per token; or [T * top_k, K], one row per slot.
+        weight: [E, N, K].
+        bias: [E, N] or None.
+        order: Slots sorted by expert.
         slot_weights: [T * top_k] float32, or None.
-        out: [T * top_k, N]; rows of slots that no expert has stay as they are.
+        out: [T * top_k, N]; rows of slots without an expert are not changed.
     """
     num_slots = order.slots.shape[0]
     divisor = num_slots // x.shape[0] if x.shape[0] else 1

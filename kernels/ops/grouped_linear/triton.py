@@ -1,4 +1,4 @@
-"""Linear layers of experts in one launch, over tokens sorted by expert on the device (README.md)."""
+"""Linear layers of all experts in one launch, over tokens that are sorted by expert on the device (README.md)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ MAX_EXPERTS = 1024
 _GROUP = 8
 _FP_FUSION = True
 _SLOTS_PER_PROGRAM = 512
-_SORT_TILE = 8192  # slots times experts that a program compares at a time
+_SORT_TILE = 8192  # maximum slots times experts that a program compares at once
 _SORT_WARPS = 4
 
 
-# The first fitting entry: (most slots an expert on average, tile). The last but one is the invariant one.
+# The first entry that fits is used: (maximum number of slots per expert on average, tile). The last but one is the
+# invariant one.
 _HALF = (
     (16, Tile(16, 64, 128, 4, 4)),
     (128, Tile(64, 128, 64, 4, 4)),
@@ -47,7 +48,10 @@ def _table(dtype: torch.dtype, hip: bool) -> tuple[tuple[int, Tile], ...]:
 
 
 def tile_for(dtype: torch.dtype, num_slots: int, num_experts: int, hip: bool, invariant: bool) -> Tile:
-    """The tile for a number of slots; `invariant`: the same for any, so that a token does not depend on the others."""
+    """Return the tile for a number of slots; `invariant` returns one tile for any number.
+
+    With one tile, the result of a token does not depend on the other tokens.
+    """
     table = _table(dtype, hip)
     if invariant:
         return table[-2][1]
@@ -64,7 +68,10 @@ def count_experts_kernel(
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """counts[program, expert]: how many of a program's SLOTS slots go to each expert. NUM_EXPERTS: a power of two."""
+    """Compute counts[program, expert], the number of a program's SLOTS slots that go to each expert.
+
+    NUM_EXPERTS is a power of two.
+    """
     i_program = tl.program_id(0)
     o_expert = tl.arange(0, NUM_EXPERTS)
     b_counts = tl.zeros((NUM_EXPERTS,), dtype=tl.int32)
@@ -89,7 +96,10 @@ def place_slots_kernel(
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Writes each slot to its place: after the smaller experts', and after those of its expert before it."""
+    """Write each slot to its position.
+
+    After the slots of experts with smaller ids and after earlier slots of its expert.
+    """
     i_program = tl.program_id(0)
     o_expert = tl.arange(0, NUM_EXPERTS)
     b_total = tl.zeros((NUM_EXPERTS,), dtype=tl.int32)
@@ -136,9 +146,11 @@ def grouped_linear_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile of one expert; tasks are the tiles of all experts, one expert's after the other's.
+    """Compute one tile of one expert.
 
-    slots_per_row: slots that share a row of x: top_k, or 1.
+    The tasks are the tiles of the first expert, then those of the second, and so on.
+
+    slots_per_row: Number of slots that share a row of x: top_k, or 1.
     """
     i_task, i_n = tile_of_program(tl.program_id(0), max_tasks, tl.cdiv(out_features, BLOCK_N), GROUP)
     o_expert = tl.arange(0, NUM_EXPERTS)
@@ -177,10 +189,10 @@ def grouped_linear_kernel(
 
 
 def order_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertOrder:
-    """Sorts [T, top_k] int32 expert ids on the device; see reference.py.
+    """Sort [T, top_k] int32 expert ids on the device; see reference.py.
 
     Raises:
-        ValueError: more than MAX_EXPERTS experts.
+        ValueError: There are more than MAX_EXPERTS experts.
     """
     if not 0 < num_experts <= MAX_EXPERTS:
         raise ValueError(f"{num_experts} experts; 1 to {MAX_EXPERTS} can be sorted by")
@@ -221,13 +233,14 @@ def grouped_linear(
     *,
     invariant: bool = False,
 ) -> torch.Tensor:
-    """The layers of all experts; see reference.py. Everything contiguous, x, weight, bias and out of one dtype.
+    """Compute the layers of all experts; see reference.py for the other arguments.
 
-    Args:
-        invariant: one tile whatever the number of tokens.
+    All tensors are contiguous; x, weight, bias and out have one dtype. With `invariant`, one tile is used for any
+    number of
+    tokens.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: The shapes do not fit together.
     """
     num_slots = order.slots.shape[0]
     num_experts, num_out, width = weight.shape
@@ -285,7 +298,7 @@ def _variant(
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every tile of every dtype, and the two kernels of the sort."""
+    """Return every tile of every dtype, and the two kernels of the sort."""
     types: list[tuple[torch.dtype, Product]] = [
         (torch.bfloat16, "bf16"),
         (torch.float16, "fp16"),

@@ -1,4 +1,4 @@
-"""Shapes of batch-invariant linear layers for their test and their benchmark."""
+"""Shapes of batch-invariant linear layers for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA_8B = [("qkv", 4096, 6144), ("o", 4096, 4096), ("gate_up", 4096, 28672), ("
 def random_layer(
     rows: int, width: int, num_out: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations about 1 in size and a weight that keeps them so, on the generator's device."""
+    """Return activations of about 1 and a weight that keeps them at this size, on the generator's device."""
     device = generator.device
     x = torch.randn((rows, width), generator=generator, device=device)
     weight = torch.randn((num_out, width), generator=generator, device=device) / width**0.5
@@ -27,7 +27,10 @@ def random_layer(
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """The layers of Llama-3.1-8B in bfloat16 at one, 16 and 2048 rows; `scale` divides their sizes."""
+    """Return benchmarks of the layers of Llama-3.1-8B in bfloat16 at 1, 16 and 2048 rows.
+
+    `scale` divides their sizes.
+    """
     from kernels.ops.linear_dense.triton import linear_dense
 
     generator = torch.Generator(device).manual_seed(0)

@@ -6,7 +6,7 @@ import torch
 
 
 def linear_dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[T, K] @ [N, K].T + [N] -> [T, N] of x's dtype."""
+    """Compute [T, K] @ [N, K].T + [N] -> [T, N] of x's dtype."""
     out = x.double() @ weight.double().T
     if bias is not None:
         out = out + bias.double()

@@ -17,7 +17,7 @@ _FP_FUSION = True
 
 
 _NARROW_FEATURES = 8192
-"""Output features up to which tiles are narrow, so that there are enough of them for the processor."""
+"""Maximum number of output features for narrow tiles, which are more numerous and so occupy the processor."""
 
 _HALF = (Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
 _HALF_HIP = (Tile(64, 64, 64, 4, 2), Tile(64, 128, 64, 4, 2))
@@ -25,7 +25,7 @@ _SINGLE = (Tile(32, 32, 32, 4, 3), Tile(32, 64, 32, 4, 3))
 
 
 def tile_for(dtype: torch.dtype, out_features: int, hip: bool) -> Tile:
-    """The tile of a layer. It must not depend on the number of rows."""
+    """Return the tile of a layer. It must not depend on the number of rows."""
     narrow, wide = _SINGLE if dtype is torch.float32 else _HALF_HIP if hip else _HALF
     return narrow if out_features <= _NARROW_FEATURES else wide
 
@@ -48,7 +48,7 @@ def linear_dense_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile of out, summed over all inputs in ascending steps."""
+    """Compute one tile of out, summed over all inputs in ascending steps."""
     i_m, i_n = tile_of_program(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N), GROUP)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -72,15 +72,16 @@ def linear_dense_kernel(
 def linear_dense(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[T, K] @ [N, K].T + [N] -> [T, N] of x's dtype.
+    """Compute [T, K] @ [N, K].T + [N] -> [T, N] of x's dtype.
 
     Args:
-        x: rows may be further apart than K, the values of a row may not.
-        weight: contiguous, of x's dtype: bfloat16, float16 or float32.
+        x: [T, K]; rows may have any stride, the values of a row are adjacent.
+        weight: [N, K], contiguous, of x's dtype: bfloat16, float16 or float32.
+        bias: [N], or None.
         out: [T, N] contiguous, to write to.
 
     Raises:
-        ValueError: shapes, dtypes or layout do not fit.
+        ValueError: Shapes, dtypes or layout do not fit together.
     """
     rows, width = x.shape
     num_out, in_features = weight.shape
@@ -118,7 +119,7 @@ def _variant(tile: Tile, dtype: torch.dtype, has_bias: bool, even: bool) -> Vari
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every tile of every dtype, without and with what is rare."""
+    """Return every tile of every dtype, with and without the rare options."""
     types: list[tuple[torch.dtype, Product]] = [
         (torch.bfloat16, "bf16"),
         (torch.float16, "fp16"),

@@ -1,4 +1,4 @@
-"""Shapes of FP8 products for their test and their benchmark."""
+"""Shapes of FP8 products for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(1, 16, 1), (1, 128, 40), (3, 272, 33), (17, 384, 130), (65, 144, 96),
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 WeightScales = Literal["tensor", "channel", "block", "block per feature"]
-# What the activations are beside each kind of weight scales.
+# Activations that go with each kind of weight scales.
 KINDS: list[tuple[WeightScales, ActivationFormat]] = [
     ("tensor", "fp8_tensor"),
     ("channel", "fp8_token"),
@@ -30,7 +30,7 @@ LLAMA_8B = [("qkv", 4096, 6144), ("o", 4096, 4096), ("gate_up", 4096, 28672), ("
 
 
 def random_weight(kind: WeightScales, num_out: int, width: int, generator: torch.Generator) -> Fp8Weight:
-    """A weight whose values are about 1 / sqrt(width), on the generator's device."""
+    """Return a weight with values of about 1 / sqrt(width), on the generator's device."""
     device = generator.device
     codes = torch.randn((num_out, width), generator=generator, device=device).mul_(64).clamp_(-448, 448)
     inner = -(-width // BLOCK)
@@ -47,13 +47,13 @@ def random_weight(kind: WeightScales, num_out: int, width: int, generator: torch
 
 
 def quantization(activation: ActivationFormat, device: torch.device) -> ActivationQuantization:
-    """Of activations about 1 in size."""
+    """Return the quantization of activations of about 1."""
     scale = torch.full((1, 1), 0.01, device=device) if activation == "fp8_tensor" else None
     return ActivationQuantization(activation, scale)
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """The layers of Llama-3.1-8B at one, 16, 256 and 2048 rows; `scale` divides their sizes."""
+    """Return benchmarks of the layers of Llama-3.1-8B at 1, 16, 256 and 2048 rows; `scale` divides their sizes."""
     from kernels.ops.linear_fp8.triton import linear_fp8
 
     generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""An FP8 weight as the kernel reads it."""
+"""An FP8 weight in the layout of the kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Fp8Weight:
 
     Attributes:
         codes: [N, K] float8_e4m3fn, contiguous, K a multiple of 16.
-        scales: float32, contiguous. [N]: one an output feature (a scale for the whole tensor is repeated).
-            [N, ceil(K / 128)] or [ceil(N / 128), ceil(K / 128)]: one for each 128 inputs of a feature, or of 128.
+        scales: float32, contiguous. [N]: one per output feature (a scale of the whole tensor is repeated).
+             [N, ceil(K / 128)] or [ceil(N / 128), ceil(K / 128)]: one per 128 inputs of 1 or of 128 features.
     """
 
     codes: torch.Tensor
@@ -24,17 +24,21 @@ class Fp8Weight:
 
     @property
     def blocks(self) -> bool:
-        """Whether scales differ along the inputs: such a weight multiplies activations of the format fp8_block."""
+        """True if scales differ along the inputs; such a weight multiplies activations of the format fp8_block."""
         return self.scales.dim() == 2
 
     @property
     def rows_per_scale(self) -> int:
-        """Output features that share a scale: 128 or 1."""
+        """Number of output features that share a scale: 128 or 1."""
         return 1 if self.scales.shape[0] == self.codes.shape[0] else BLOCK
 
 
 def check(codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raises ValueError where the shapes, types or layout are not those of an Fp8Weight."""
+    """Check the shapes, types and layout of an Fp8Weight.
+
+    Raises:
+        ValueError: One of them is wrong.
+    """
     if codes.dim() != 2 or codes.dtype is not torch.float8_e4m3fn or not codes.is_contiguous():
         raise ValueError(f"FP8 codes are a contiguous matrix of float8_e4m3fn, not {codes.dtype} {list(codes.shape)}")
     rows, width = codes.shape

@@ -9,7 +9,7 @@ from kernels.ops.linear_fp8.inputs import Fp8Weight
 
 
 def weight_values(weight: Fp8Weight) -> torch.Tensor:
-    """[N, K] float64."""
+    """Return the values, [N, K] float64."""
     rows, width = weight.codes.shape
     scales = weight.scales.double()
     if not weight.blocks:
@@ -19,10 +19,11 @@ def weight_values(weight: Fp8Weight) -> torch.Tensor:
 
 
 def linear_fp8(x: QuantizedActivation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """[T, K] codes times [N, K] codes -> [T, N] of x.dtype.
+    """Multiply [T, K] codes by [N, K] codes -> [T, N] of x.dtype.
 
     Args:
-        x: fp8_tensor or fp8_token; fp8_block where the weight's scales are blocks.
+        x: Activations of the format fp8_tensor or fp8_token; fp8_block if the weight's scales are blocks.
+        weight: The weight.
         bias: [N], or None.
     """
     width = x.codes.shape[1]

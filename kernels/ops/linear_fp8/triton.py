@@ -19,9 +19,10 @@ _GROUP = 8
 _FP_FUSION = True
 
 
-# Few rows: narrow tiles, so that a weight of 4096 features keeps 128 multiprocessors busy, and stages enough to hide
-# the memory: one tile a multiprocessor has 28 KiB of weights on their way with eight; with five (16 KiB) an H200 came
-# to 58 % of its bandwidth. The first fitting entry: (most rows, tile). All step over 128 inputs, the block of scales.
+# Few rows need narrow tiles, so that a weight of 4096 features occupies 128 multiprocessors, and enough stages to hide
+# the latency of memory. With eight stages, a multiprocessor with one tile has 28 KiB of weights in transfer; with five
+# (16 KiB), an H200 reached 58 % of its bandwidth. The first entry that fits is used: (maximum number of rows, tile).
+# All tiles step over 128 inputs, the block of scales.
 _NATIVE = (
     (64, Tile(64, 32, 128, 4, 8)),
     (256, Tile(64, 64, 128, 4, 4)),
@@ -32,7 +33,7 @@ _NATIVE_BLOCKS = (
     (256, Tile(64, 64, 128, 4, 4)),
     (1 << 31, Tile(64, 128, 128, 4, 3)),
 )
-# Codes become bfloat16 on their way to the product.
+# Codes are converted to bfloat16 before the product.
 _CONVERTED = (
     (16, Tile(16, 32, 128, 4, 4)),
     (64, Tile(64, 32, 128, 4, 3)),
@@ -51,7 +52,10 @@ def _table(native: bool, blocks: bool) -> tuple[tuple[int, Tile], ...]:
 
 
 def tile_for(rows: int, native: bool, blocks: bool, invariant: bool) -> Tile:
-    """The tile for a number of rows; `invariant`: the same for any, so that a row does not depend on the others."""
+    """Return the tile for a number of rows; `invariant` returns one tile for any number.
+
+    With one tile, a row does not depend on the other rows.
+    """
     table = _table(native, blocks)
     if invariant:
         return table[1][1]
@@ -81,10 +85,13 @@ def linear_fp8_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile of out. ROWS_PER_SCALE: 0: a scale an output feature; else scales of blocks, of that many features.
+    """Compute one tile of out.
 
-    in_sixteens: inputs / 16, from which the compiler knows that rows are aligned. stride_x_scale: 0 where one scale
-    holds for all rows. CONVERTED: codes become PRODUCT first.
+    ROWS_PER_SCALE is 0 for one scale per output feature, else the number of features of a block.
+
+    in_sixteens is the number of inputs / 16, which tells the compiler that rows are aligned. stride_x_scale is 0 if
+    one
+    scale holds for all rows. CONVERTED: codes are converted to PRODUCT first.
     """
     in_features = in_sixteens * 16
     i_m, i_n = tile_of_program(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N), GROUP)
@@ -98,7 +105,7 @@ def linear_fp8_kernel(
     p_x_scale_rows = p_x_scale + o_m.to(tl.int64) * stride_x_scale
     num_steps = tl.cdiv(in_features, BLOCK_K)
     if ROWS_PER_SCALE > 0:
-        # Where 128 features share a scale, so do those of a tile: 128 is a multiple of BLOCK_N.
+        # If 128 features share a scale, the features of a tile share one too, because 128 is a multiple of BLOCK_N.
         o_scale = (i_n * BLOCK_N) // ROWS_PER_SCALE if ROWS_PER_SCALE >= BLOCK_N else o_n
         p_weight_scale_rows = p_weight_scale + o_scale.to(tl.int64) * num_steps
     b_out = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -108,7 +115,7 @@ def linear_fp8_kernel(
         if CONVERTED:
             b_x = decode_fp8(b_x, NATIVE, PRODUCT)
             b_weight = decode_fp8(b_weight, NATIVE, PRODUCT)
-        # Hopper's FP8 units keep few bits of a running sum: theirs go over into a float32 sum after 128 inputs.
+        # Hopper's FP8 units keep few bits of a running sum, so their sums are added to a float32 sum after 128 inputs.
         if ROWS_PER_SCALE == 0:
             b_out = tl.dot(
                 b_x, b_weight, b_out, input_precision="ieee", max_num_imprecise_acc=BLOCK_K, out_dtype=tl.float32
@@ -141,7 +148,11 @@ def _product(native: bool) -> tl.dtype:
 
 
 def _check_fit(x: QuantizedActivation, weight: Fp8Weight) -> None:
-    """Raises ValueError where activations and weight do not go together."""
+    """Check that activations and weight fit together.
+
+    Raises:
+        ValueError: They do not.
+    """
     rows, width = x.codes.shape
     num_out, in_features = weight.codes.shape
     wanted = -(-width // BLOCK) if weight.blocks else 1
@@ -160,15 +171,17 @@ def linear_fp8(
     invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, K] codes times [N, K] codes -> [T, N] of x.dtype; see reference.py.
+    """Multiply [T, K] codes by [N, K] codes -> [T, N] of x.dtype; see reference.py.
 
     Args:
-        weight: checked by inputs.check when it was made.
-        invariant: one tile whatever the number of rows.
+        x: The activations.
+        weight: The weight; inputs.check accepted it when it was created.
+        bias: [N], or None.
+        invariant: Use one tile for any number of rows.
         out: [T, N] contiguous, to write to.
 
     Raises:
-        ValueError: the formats of activations and weight do not go together.
+        ValueError: The formats of activations and weight do not fit together.
     """
     _check_fit(x, weight)
     rows, width = x.codes.shape
@@ -223,7 +236,7 @@ def _variant(tile: Tile, rows_per_scale: int, has_bias: bool, even: bool, native
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every tile with every kind of scale, without and, for the kinds that are not rare, with what is."""
+    """Return every tile with every kind of scale, with the rare options only for the frequent kinds."""
     native = target in NATIVE_FP8
     found = []
     for name, rows_per_scale in (("channel", 0), ("block", BLOCK), ("block per feature", 1)):

@@ -1,4 +1,4 @@
-"""Shapes of int8 products for their test and their benchmark."""
+"""Shapes of int8 products for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA_8B = [("qkv", 4096, 6144), ("o", 4096, 4096), ("gate_up", 4096, 28672), ("
 
 
 def random_weight(num_out: int, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a weight whose values are about 1 / sqrt(width), on the generator's device."""
+    """Return codes and scales of a weight with values of about 1 / sqrt(width), on the generator's device."""
     device = generator.device
     codes = torch.randint(-128, 128, (num_out, width), generator=generator, device=device, dtype=torch.int8)
     scales = torch.rand(num_out, generator=generator, device=device) + 0.5
@@ -27,7 +27,7 @@ def random_weight(num_out: int, width: int, generator: torch.Generator) -> tuple
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """The layers of Llama-3.1-8B at one, 16, 256 and 2048 rows; `scale` divides their sizes."""
+    """Return benchmarks of the layers of Llama-3.1-8B at 1, 16, 256 and 2048 rows; `scale` divides their sizes."""
     from kernels.ops.linear_int8.triton import linear_int8
 
     generator = torch.Generator(device).manual_seed(0)

@@ -1,15 +1,19 @@
-"""What an int8 weight must be like."""
+"""Requirements on an int8 weight."""
 
 from __future__ import annotations
 
 import torch
 
 MAX_INPUTS = (1 << 31) // (128 * 128)
-"""Inputs up to which no sum leaves int32."""
+"""Maximum number of inputs for which no sum exceeds int32."""
 
 
 def check(codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raises ValueError where codes and scales are not what `linear_int8` multiplies."""
+    """Check that `linear_int8` can multiply these codes and scales.
+
+    Raises:
+        ValueError: It cannot.
+    """
     if codes.dim() != 2 or codes.dtype is not torch.int8 or not codes.is_contiguous():
         raise ValueError(f"int8 codes are a contiguous matrix of int8, not {codes.dtype} {list(codes.shape)}")
     rows, width = codes.shape

@@ -10,11 +10,12 @@ from kernels.common.quantized import QuantizedActivation
 def linear_int8(
     x: QuantizedActivation, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """[T, K] int8_token activations times a weight of int8 -> [T, N] of x.dtype.
+    """Multiply [T, K] int8_token activations by an int8 weight -> [T, N] of x.dtype.
 
     Args:
+        x: The activations.
         codes: [N, K] int8.
-        scales: [N] float32, one an output feature: value = code * scale.
+        scales: [N] float32, one per output feature: value = code * scale.
         bias: [N], or None.
     """
     out = (x.codes.double() @ codes.double().T) * x.scales.double() * scales.double()

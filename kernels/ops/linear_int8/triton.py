@@ -17,8 +17,8 @@ _GROUP = 8
 _FP_FUSION = True
 
 
-# The first fitting entry: (most rows, tile). Sums are exact, so that a row is the same in every tile. Stages of few
-# rows: see linear_fp8.
+# The first entry that fits is used: (maximum number of rows, tile). Sums are exact, so a row is the same in every tile.
+# For the stages of few rows, see linear_fp8.
 _TABLE = (
     (16, Tile(16, 32, 128, 4, 8)),
     (64, Tile(64, 32, 128, 4, 8)),
@@ -35,7 +35,7 @@ _TABLE_HIP = (
 
 
 def tile_for(rows: int, hip: bool) -> Tile:
-    """The tile for a number of rows."""
+    """Return the tile for a number of rows."""
     return next(tile for most, tile in (_TABLE_HIP if hip else _TABLE) if rows <= most)
 
 
@@ -57,7 +57,10 @@ def linear_int8_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile of out. in_sixteens: inputs / 16, from which the compiler knows that rows are aligned."""
+    """Compute one tile of out.
+
+    in_sixteens is the number of inputs / 16, which tells the compiler that rows are aligned.
+    """
     in_features = in_sixteens * 16
     i_m, i_n = tile_of_program(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N), GROUP)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,14 +93,17 @@ def linear_int8(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, K] int8_token activations times a weight of int8 -> [T, N] of x.dtype; see reference.py.
+    """Multiply [T, K] int8_token activations by an int8 weight -> [T, N] of x.dtype; see reference.py.
 
     Args:
-        codes, scales: the weight, [N, K] int8 and [N] float32; checked by inputs.check when they were made.
+        x: The activations.
+        codes: [N, K] int8; inputs.check accepted codes and scales when they were created.
+        scales: [N] float32.
+        bias: [N], or None.
         out: [T, N] contiguous, to write to.
 
     Raises:
-        ValueError: the activations do not fit the weight.
+        ValueError: The activations do not fit the weight.
     """
     rows, width = x.codes.shape
     num_out, in_features = codes.shape
@@ -135,7 +141,7 @@ def _variant(tile: Tile, has_bias: bool, even: bool) -> Variant:
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every tile, without and with what is rare."""
+    """Return every tile, with and without the rare options."""
     found = []
     for _, tile in _TABLE_HIP if target == "gfx942" else _TABLE:
         for out_type, bias, even in (("bf16", False, True), ("fp16", True, False), ("fp32", False, True)):

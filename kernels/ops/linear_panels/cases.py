@@ -14,7 +14,7 @@ SHAPES = [(1, 32), (3, 128), (17, 96), (40, 576), (960, 576), (576, 1536)]
 def random_weight(
     shape: tuple[int, int], bits: int, *, minimum: bool, generator: torch.Generator | None = None
 ) -> PanelWeight:
-    """[out, in] of a size that keeps the sums of normal activations near 1."""
+    """Return a weight [out, in] that keeps the sums of normal activations near 1."""
     num_out, num_in = shape
     if bits == 16:
         return pack_values((torch.randn(shape, generator=generator) / num_in**0.5).bfloat16())

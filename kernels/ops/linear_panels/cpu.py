@@ -1,8 +1,8 @@
 """Linear layers on the CPU: weights of 4, 8 or 16 bits in panels of 16 output features, any number of rows.
 
-Threads share out units of two panels. Up to FEW_ROWS rows a unit's weights are unpacked for each group of rows; beyond,
-they are unpacked once into a thread's own memory and multiplied with all rows of a chunk from there. What a unit gives
-goes through float32 tiles into one of the `Result`s.
+Threads share units of two panels. Up to FEW_ROWS rows, a unit's weights are unpacked for each group of rows. For more
+rows, they are unpacked once into memory of the thread and multiplied by all rows of a chunk from there. The results of
+a unit pass through float32 tiles into one of the `Result`s.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from kernels.ops.linear_panels.layout import PanelWeight
 from kernels.ops.linear_panels.micro import BLOCK, DOT_ROWS, VALUE_ROWS, block_bytes, dot, dot_values, unpack
 
 FEW_ROWS = 32
-"""Beyond, a unit's weights are unpacked once for all rows (docs/performance-log.md)."""
+"""Maximum number of rows for which weights are unpacked per group of rows (docs/performance-log.md)."""
 CHUNK_ROWS = 512
-"""Rows that are multiplied at a time: what goes in and out stays in the caches."""
+"""Rows that are multiplied at once, so that inputs and outputs stay in the caches."""
 
 
 class Result(enum.IntEnum):
-    """What becomes of sums plus bias."""
+    """The use of sums plus bias."""
 
     BFLOAT16 = 0
     FLOAT32 = 1
     ADD = 2
-    """Added to float32."""
+    """Add them to float32 values."""
     GATE = 3
-    """Of two halves of the features, SiLU of the first times the second, as bfloat16."""
+    """Treat the features as two halves; write SiLU of the first times the second, as bfloat16."""
 
 
 _BFLOAT16, _FLOAT32, _GATE = int(Result.BFLOAT16), int(Result.FLOAT32), int(Result.GATE)
@@ -54,21 +54,21 @@ _PANEL_ROW = 4 * WIDTH
 """Bytes of a panel's results for one row in a tile."""
 _TILE_ROW = 2 * _PANEL_ROW
 _LEAST_PART = 96
-"""Rows for which unpacking a unit's weights once more costs little."""
+"""Minimum number of rows for which unpacking a unit's weights once more costs little."""
 
 
 def supported(num_in: int) -> bool:
-    """Whether this processor has the instructions and the kernel takes so many inputs."""
+    """Return True if this processor has the instructions and the kernel supports this number of inputs."""
     return processor_supported() and num_in % BLOCK == 0
 
 
 def scratch_bytes(num_in: int) -> int:
-    """Bytes of memory that one thread needs: two panels of values and a tile."""
+    """Return the bytes of memory that one thread needs: two panels of values and a tile."""
     return values_bytes(num_in) + max(DOT_ROWS, VALUE_ROWS) * _TILE_ROW
 
 
 def values_bytes(num_in: int) -> int:
-    """Bytes of two panels of bfloat16 values."""
+    """Return the bytes of two panels of bfloat16 values."""
     return 2 * num_in * WIDTH * 2
 
 
@@ -77,7 +77,7 @@ register_jitable(values_bytes)
 
 @inner
 def block_sums(x: Any, rows: Any, num_in: Any, out: Any) -> None:
-    """out: the sum of each row of x over each block, float32 [rows, num_in / 32]."""
+    """Write the sum of each row of x over each block to `out`, float32 [rows, num_in / 32]."""
     for i in range(rows * (num_in // BLOCK)):
         at = x + i * 2 * BLOCK
         store_f32(out + i * 4, vsum(vadd(vload(at, 1), vload(at + 32, 1))))
@@ -96,7 +96,7 @@ def _dot(
     blocks: Any,
     tile: Any,
 ) -> None:
-    """`dot` for 1 to DOT_ROWS rows, by the smallest variant that takes them."""
+    """Call `dot` for 1 to DOT_ROWS rows, in the smallest variant that supports them."""
     literally(bits)
     literally(minimum)
     if rows == 1:
@@ -113,7 +113,7 @@ def _dot(
 
 @inner
 def _group(rows: Any) -> Any:
-    """Rows of the next call of `dot`: computing rows that are not there costs more than one more call, or less."""
+    """Return the number of rows of the next call of `dot`; a few absent rows cost less than another call."""
     if rows > 12:
         return min(rows, DOT_ROWS)
     if rows > 6:
@@ -125,7 +125,7 @@ def _group(rows: Any) -> Any:
 
 @inner
 def _write(result: Any, rows: Any, tile: Any, bias: Any, out: Any, num_out: Any, first: Any, second: Any) -> None:
-    """A tile [rows, 32] to features first.. and second.. of rows of out; second: negative where there is none."""
+    """Write a tile [rows, 32] to the features from first and from second on; second is negative if there is none."""
     if result == _GATE:
         for row in range(rows):
             gate, up = vload(tile + row * _TILE_ROW, 0), vload(tile + row * _TILE_ROW + _PANEL_ROW, 0)
@@ -166,11 +166,13 @@ def share_out(
     counter: Any,
     scratch: Any,
 ) -> Any:
-    """One thread's part of `result` of x @ weight.T + bias. Returns how many pieces it has done, of `num_pieces`.
+    """Compute one thread's part of `result` of x @ weight.T + bias.
 
-    Literals: bits, minimum (1 where blocks have one). few: whether weights are unpacked for each group of rows;
-    then each thread takes one long piece of the weight, and sums are read, those of `block_sums`. Otherwise a thread
-    takes one unit at a time. num_out is a multiple of 16; x has at most CHUNK_ROWS rows.
+    Return the number of finished pieces, of `num_pieces`.
+
+    Literals: bits, minimum (1 if blocks have one). few: weights are unpacked for each group of rows; each thread takes
+    one long piece of the weight, and the sums of `block_sums` are read. Otherwise a thread takes one unit at a time.
+    num_out is a multiple of 16; x has at most CHUNK_ROWS rows.
     """
     literally(bits)
     literally(minimum)
@@ -223,14 +225,17 @@ def share_out(
 
 @inner
 def _units(result: Any, num_out: Any) -> Any:
-    """Pairs of panels."""
+    """Return the number of units, which are pairs of panels."""
     panels = num_out // WIDTH
     return panels // 2 if result == _GATE else (panels + 1) // 2
 
 
 @inner
 def num_pieces(result: Any, few: Any, rows: Any, num_out: Any, threads: Any) -> Any:
-    """Pieces that all threads' `share_out` together take: units, and parts of their rows where threads are many."""
+    """Return the number of pieces in `share_out` of all threads.
+
+    Units, or parts of their rows if there are many threads.
+    """
     if few:
         return threads
     units = _units(result, num_out)
@@ -238,7 +243,7 @@ def num_pieces(result: Any, few: Any, rows: Any, num_out: Any, threads: Any) -> 
 
 
 def compile_linear(bits: int, minimum: int) -> Any:
-    """The kernel of the op."""
+    """Compile the kernel of the operation."""
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def linear(block: Any) -> None:
@@ -257,9 +262,11 @@ def compile_linear(bits: int, minimum: int) -> Any:
 
 
 class PanelLinear:
-    """The op for weights of one kind.
+    """The operation for weights of one kind.
 
     Args:
+        bits: 4, 8 or 16.
+        minimum: Blocks have a minimum.
         result: BFLOAT16 or FLOAT32.
     """
 
@@ -274,11 +281,13 @@ class PanelLinear:
     def __call__(
         self, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, *, fixed: bool = False
     ) -> torch.Tensor:
-        """[T, in] bfloat16, contiguous -> x @ weight.T + bias, [T, out].
+        """Compute x @ weight.T + bias, [T, out].
 
         Args:
+            x: [T, in] bfloat16, contiguous.
+            weight: The weight.
             bias: bfloat16, as long as all panels; or None.
-            fixed: sum up in the same order for any number of rows.
+            fixed: Sum in the same order for any number of rows.
         """
         rows = x.shape[0]
         out = torch.empty((rows, weight.panels.shape[0] * WIDTH), dtype=self._dtype)
@@ -315,9 +324,10 @@ class PanelLinear:
 
 @functools.cache
 def panel_linear(bits: int, minimum: bool, result: Result) -> PanelLinear:
-    """The op, compiled or read from numba's cache at its first use: one for all layers, and models, of a process.
+    """Return the operation, one for all layers and models of a process.
 
-    A call says all that it depends on, and what stays from one to the next is memory that grows. Only one may run at a
-    time, so all calls are the engine thread's.
+    It is compiled, or read from numba's cache, at its first use. It keeps no state between calls except memory that
+    grows.
+    Only one call may run at a time, so all calls come from the engine's thread.
     """
     return PanelLinear(bits, minimum, result)

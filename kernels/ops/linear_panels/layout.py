@@ -1,9 +1,9 @@
-"""Weights as the CPU's products read them: panels of 16 output features, blocks of 32 inputs.
+"""Layout of weights for the CPU products: panels of 16 output features, blocks of 32 inputs.
 
 A panel is `[blocks]` of one contiguous piece: the weights of 16 features for 32 inputs, then their 16 scales, then
-their 16 minimums. Inputs go in pairs, as the instruction takes them: with two neighbouring inputs of feature f as lanes
-2 f and 2 f + 1, a pair of inputs is one vector of 32 lanes. At 16 bits that is what is stored; at 8 bits a lane is a
-signed byte; at 4 bits a vector of 16-bit words holds four of them, the first in the lowest bits.
+their 16 minimums. Inputs are grouped in pairs, as the instruction requires: two adjacent inputs of feature f are lanes
+2 f and 2 f + 1, so a pair of inputs is one vector of 32 lanes. At 16 bits this vector is stored; at 8 bits a lane is a
+signed byte; at 4 bits a vector of 16-bit words holds four vectors, the first in the lowest bits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _PAIRS = BLOCK // 2
 class PanelWeight:
     """A weight [out, in].
 
-    At 4 and 8 bits value = code * scale + minimum, codes signed, but 0 to 15 at 4 bits with minimums.
+    At 4 and 8 bits value = code * scale + minimum. Codes are signed, except for 0 to 15 at 4 bits with minimums.
 
     Attributes:
         panels: [ceil(out / 16), in / 32, bytes] uint8. Features beyond the last are zero.
         bits: 4, 8, or 16 for bfloat16 values.
-        minimum: whether blocks have one.
+        minimum: Blocks have a minimum.
+        num_out: Number of output features.
     """
 
     panels: torch.Tensor
@@ -37,30 +38,33 @@ class PanelWeight:
 
     @property
     def num_in(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.panels.shape[1] * BLOCK
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """What the kernels are compiled for."""
+        """Bits and presence of minimums, for which the kernels are compiled."""
         return self.bits, self.minimum
 
 
 def pack_codes(codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None) -> PanelWeight:
-    """A weight of 4 or 8 bits.
+    """Pack a weight of 4 or 8 bits.
 
     Args:
-        codes: [out, in / 32, 16] uint8 for 4 bits, inputs 0..15 of a block in the low halves of its bytes and 16..31 in
-            the high halves, as in GGUF; [out, in / 32, 32] int8 for 8 bits. Without minimums 4-bit codes stand for
-            themselves less 8.
-        scales, minimums: [out, in / 32] float16.
+        codes: [out, in / 32, 16] uint8 for 4 bits, inputs 0..15 of a block in the low halves of its bytes and
+            16..31 in
+             the high halves, as in GGUF; [out, in / 32, 32] int8 for 8 bits. Without minimums, 8 is subtracted from
+             4-bit codes.
+        scales: [out, in / 32] float16.
+        minimums: As scales, or None.
     """
     num_out, blocks = codes.shape[:2]
     bits = 4 if codes.dtype is torch.uint8 else 8
     size = code_bytes(bits)
     panels = _empty(num_out, blocks, bits, minimums is not None)
     if bits == 4:
-        # The second dimension of halves: groups of 8 inputs, bytes of a word, codes of a byte, inputs of a pair.
+        # The dimensions of halves from the second on: groups of 8 inputs, bytes of a word, codes of a byte, inputs of a
+        # pair.
         halves = _padded(codes).view(-1, WIDTH, blocks, 2, 2, 2, 2)
         first, second = halves[..., 0, :], halves[..., 1, :]
         target = panels[..., :size].unflatten(-1, (2, 2, WIDTH, 2, 2))
@@ -77,7 +81,7 @@ def pack_codes(codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
 
 
 def pack_values(values: torch.Tensor) -> PanelWeight:
-    """A weight of bfloat16 values [out, in]."""
+    """Pack a weight of bfloat16 values [out, in]."""
     num_out, num_in = values.shape
     blocks = num_in // BLOCK
     panels = _empty(num_out, blocks, 16, False)

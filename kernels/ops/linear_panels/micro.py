@@ -1,8 +1,8 @@
 """Inner products of a panel of 16 output features with rows of activations, as LLVM IR around AVX512-BF16.
 
-A lane is an output feature, so no sum crosses lanes. `dot` multiplies integer codes as they are, which bfloat16 holds
-exactly, and scales the sum of each block: it unpacks 32 weights in two instructions, and pays three for each row and
-block. `dot_values` multiplies weights that `unpack` has made of two panels, for so many rows that this pays.
+A lane is an output feature, so no sum crosses lanes. `dot` multiplies integer codes, which bfloat16 represents
+exactly, and scales the sum of each block: it unpacks 32 weights in two instructions and spends three on each row and
+block. `dot_values` multiplies weights that `unpack` has computed of two panels, which pays with enough rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, const, fma, 
 BLOCK = 32
 """Inputs that share a scale and a minimum."""
 DOT_ROWS = 16
-"""Most rows that `dot` takes at once."""
+"""Maximum number of rows of one call of `dot`."""
 VALUE_ROWS = 12
-"""Rows that `dot_values` takes at once: with two panels 24 sums, the registers that weights and a row leave."""
+"""Rows of one call of `dot_values`: with two panels 24 sums, the registers that weights and a row leave free."""
 
 _WORDS = ir.VectorType(I16, 2 * WIDTH)
 _I8 = ir.IntType(8)
@@ -33,12 +33,12 @@ _GROUPS = _PAIRS_OF_BLOCK // 4
 
 
 def code_bytes(bits: int) -> int:
-    """Bytes of a panel's weights in one block of inputs."""
+    """Return the bytes of a panel's weights in one block of inputs."""
     return BLOCK * WIDTH * bits // 8
 
 
 def block_bytes(bits: int, minimum: bool) -> int:
-    """And with its scales and minimums, float16."""
+    """Return the bytes of a panel's weights, float16 scales and minimums in one block of inputs."""
     factors = 0 if bits == 16 else 2 if minimum else 1
     return code_bytes(bits) + 2 * WIDTH * factors
 
@@ -52,9 +52,9 @@ def _bf16_bits(value: int) -> int:
 
 
 def _table(minimum: bool) -> ir.Constant:
-    """bfloat16 of each 4-bit code, twice: of five index bits the fifth belongs to the next code.
+    """Return the bfloat16 value of each 4-bit code, twice, because the fifth index bit belongs to the next code.
 
-    Codes are 0 to 15 where blocks have a minimum, else they stand for -8 to 7.
+    Codes are 0 to 15 if blocks have a minimum, else they represent -8 to 7.
     """
     least = 0 if minimum else -8
     return const(_WORDS, [_bf16_bits(code % 16 + least) for code in range(2 * WIDTH)])
@@ -65,17 +65,20 @@ def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def _halves(builder: Any, address: Any) -> Any:
-    """16 float16 as float32."""
+    """Return 16 float16 values as float32."""
     return builder.fpext(_load(builder, address, 0, ir.VectorType(_HALF, WIDTH)), VEC)
 
 
 def _four_bit_indices(builder: Any, words: Any) -> list[Any]:
-    """Of 32 words of four codes each: the codes in the low bits, other codes above the fifth."""
+    """Return 32 indices from words of four codes each.
+
+    The code is in the low bits, the bits above the fifth are others.
+    """
     return [words if not slot else builder.lshr(words, const(_WORDS, 4 * slot)) for slot in range(4)]
 
 
 def _unscaled(builder: Any, codes: Any, group: Any, bits: int, minimum: bool) -> list[Any]:
-    """Four vectors of pairs, of the group's 8 inputs: codes as bfloat16, or the weights where they are that."""
+    """Return four vectors of pairs for the group's 8 inputs: codes as bfloat16, or the weights if they are bfloat16."""
     codes = builder.add(codes, builder.mul(group, I64(code_bytes(bits) // _GROUPS)))
     if bits == 16:
         return [_load(builder, codes, pair * 64, PAIRS) for pair in range(4)]
@@ -95,7 +98,7 @@ def _signed_bytes(builder: Any, codes: Any, offset: int) -> list[Any]:
 
 
 def _prefetch_next(builder: Any, block: Any, ahead: Any, size: int) -> None:
-    """Asks for the same block of the next panel: the processor alone does not look that far ahead."""
+    """Prefetch the same block of the next panel; the processor's own prefetcher does not look that far ahead."""
     for line in range(0, size, 64):
         prefetch(builder, builder.add(block, builder.add(ahead, I64(line))))
 
@@ -141,7 +144,7 @@ def _dot_body(builder: Any, values: Any, bits: int, minimum: bool, rows: int) ->
 
 
 def _function(module: Any, name: str, arguments: int, body: Any) -> Any:
-    """A function of the module, made once for all places that call it."""
+    """Return a function of the module, created once for all its callers."""
     kind = ir.FunctionType(ir.VoidType(), [I64] * arguments)
     function = llvm.get_or_insert_function(module, kind, name)
     if function.is_declaration:
@@ -169,11 +172,12 @@ def dot(
     tile: Any,
     tile_bytes: Any,
 ) -> Any:
-    """tile[r, lane] = sum over k of x[r, k] * weight[lane, k], float32, for `rows` rows.
+    """Compute tile[r, lane] = sum over k of x[r, k] * weight[lane, k], float32, for `rows` rows.
 
-    Literals: bits, 4, 8 or 16; minimum, 1 where blocks have one; rows. x: bfloat16, rows x_bytes apart. sums: the sums
-    of x over each block, float32, rows sums_bytes apart; read where minimum is 1. panel: see layout. Of rows beyond
-    num_rows the last one is read again; tile has room for all.
+    Literals: bits, 4, 8 or 16; minimum, 1 if blocks have one; rows. x: bfloat16, rows x_bytes apart. sums: the sums of
+    x
+    over each block, float32, rows sums_bytes apart; read if minimum is 1. panel: see layout. Instead of rows beyond
+    num_rows, the last one is read again; tile has space for all.
     """
     choice = bits.literal_value, bool(minimum.literal_value), rows.literal_value
     name = f"panel_dot_{choice[0]}_{int(choice[1])}_{choice[2]}"
@@ -223,9 +227,9 @@ def dot_values(
     tile: Any,
     tile_bytes: Any,
 ) -> Any:
-    """tile[r, :16] and tile[r, 16:] = sums over k of x[r, k] times the weights of two panels, for VALUE_ROWS rows.
+    """Compute tile[r, :16] and tile[r, 16:], the sums over k of x[r, k] times the weights of two panels.
 
-    first, second: [num_pairs, 16, 2] bfloat16. The rest as in `dot`.
+    There are VALUE_ROWS rows. first, second: [num_pairs, 16, 2] bfloat16. For the other arguments, see `dot`.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -236,7 +240,7 @@ def dot_values(
 
 
 def _evens_and_odds(builder: Any, pairs: Any) -> list[Any]:
-    """The first and the second input of each pair, as float32."""
+    """Return the first and the second input of each pair, as float32."""
     integers = ir.VectorType(I32, WIDTH)
     bits = builder.bitcast(pairs, integers)
     halves = [builder.shl(bits, const(integers, 16)), builder.and_(bits, const(integers, 0xFFFF0000))]
@@ -244,7 +248,7 @@ def _evens_and_odds(builder: Any, pairs: Any) -> list[Any]:
 
 
 def _pairs(builder: Any, first: Any, second: Any) -> Any:
-    """The other way, rounded."""
+    """Return pairs of rounded first and second inputs; the inverse of `_evens_and_odds`."""
     words = builder.bitcast(round_pairs(builder, first, second), _WORDS)
     lanes = [half * WIDTH + lane for lane in range(WIDTH) for half in range(2)]
     return builder.shuffle_vector(words, ir.Constant(_WORDS, ir.Undefined), const(ir.VectorType(I32, 2 * WIDTH), lanes))
@@ -252,7 +256,10 @@ def _pairs(builder: Any, first: Any, second: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def unpack(typing: Any, bits: Any, minimum: Any, panel: Any, num_blocks: Any, out: Any) -> Any:
-    """out: the panel's weights, [16 * num_blocks, 16, 2] bfloat16, computed in float32. Literals: see `dot`; not 16."""
+    """Write the panel's weights to `out`, [16 * num_blocks, 16, 2] bfloat16, computed in float32.
+
+    Literals: see `dot`; bits is 4 or 8.
+    """
     width, has_minimum = bits.literal_value, bool(minimum.literal_value)
 
     def body(builder: Any, values: Any) -> None:

@@ -10,7 +10,7 @@ from kernels.ops.linear_panels.micro import BLOCK, code_bytes
 
 
 def codes(weight: PanelWeight) -> torch.Tensor:
-    """[out, in] float64: codes as they enter the product, or the values at 16 bits."""
+    """Return [out, in] float64: codes as they enter the product, or the values at 16 bits."""
     stored = weight.panels[..., : code_bytes(weight.bits)].contiguous()
     if weight.bits == 4:
         words = stored.view(torch.int16).long().unflatten(-1, (4, 2 * WIDTH))
@@ -25,7 +25,7 @@ def codes(weight: PanelWeight) -> torch.Tensor:
 
 
 def values(weight: PanelWeight) -> torch.Tensor:
-    """[out, in] float64."""
+    """Return the values, [out, in] float64."""
     result = codes(weight)
     if weight.bits == 16:
         return result
@@ -38,6 +38,6 @@ def values(weight: PanelWeight) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """[T, in] @ [out, in].T + [out] -> [T, out] float64."""
+    """Compute [T, in] @ [out, in].T + [out] -> [T, out] float64."""
     result = x.double() @ values(weight).T
     return result if bias is None else result + bias.double()

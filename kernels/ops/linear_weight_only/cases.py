@@ -31,7 +31,7 @@ _ROWS = (1, 16, 64, 256, 2048)
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Layers of Llama-3.1-8B, their sizes divided by `scale`."""
+    """Return benchmarks of layers of Llama-3.1-8B, their sizes divided by `scale`."""
     chosen: list[tuple[str, int, Literal[4, 8]]] = [(name, rows, 4) for rows in _ROWS for name in LAYERS]
     chosen += [("gate_up", rows, 8) for rows in (1, 16)]
     return [_benchmark(name, rows, bits, device, scale) for name, rows, bits in chosen]
@@ -44,7 +44,7 @@ def _benchmark(name: str, rows: int, bits: Literal[4, 8], device: torch.device, 
     rows = max(1, rows // scale)
     case = Case(rows, num_out, num_in, bits=bits, group=32 if bits == 8 else 128)
     weight_bytes = num_out * num_in * bits // 8 + num_groups(num_in, case.group) * num_out * 2
-    # Different weights in turn, until they are more than a second-level cache holds.
+    # Different weights are used in turn, together larger than a second-level cache.
     count = min(8, 1 + (160 << 20) // weight_bytes) if scale == 1 else 1
     runs = []
     for seed in range(count):

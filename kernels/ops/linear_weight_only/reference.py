@@ -9,7 +9,7 @@ from kernels.ops.weight_values.reference import values
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """[T, in] @ [out, in].T + [out] -> [T, out] of x's dtype, rounded once."""
+    """Compute [T, in] @ [out, in].T + [out] -> [T, out] of x's dtype, rounded once."""
     result = x.double() @ values(weight).T
     if bias is not None:
         result += bias.double()

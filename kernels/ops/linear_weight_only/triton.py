@@ -1,4 +1,7 @@
-"""Activations times integer weights: kernels, tile table and launcher. Maths, layout and roofline: README.md."""
+"""Activations times integer weights: kernels, tile table and launcher.
+
+README.md has the mathematics, layout and roofline.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,23 @@ from kernels.ops.weight_values.layout import PackedWeight, group_constant
 from kernels.ops.weight_values.triton import values_of
 
 _VARYING = ["num_rows", "num_blocks", "split_blocks"]
-"""What differs from batch to batch and from layer to layer without a use to the compiler: one variant serves all."""
+"""Arguments that differ between batches and layers and help the compiler with nothing: one variant serves all values.
+"""
 
 
 @triton.jit
 def _store_split(
     total, b_bias, o_out, inside, p_partials, p_counter, p_out, num_rows, num_out, i_split, AXIS: tl.constexpr
 ):
-    """Writes a split's sums to p_partials [splits, rows, out]; the last program of a tile adds all up in their order.
+    """Write a split's sums to p_partials [splits, rows, out]; the last program of a tile adds them in their order.
 
-    p_counter counts the tile's programs that have written; it is 0 before and after. AXIS: of the grid's splits.
+    p_counter counts the tile's programs that have written; it is 0 before and after. AXIS is the grid's axis of
+    splits.
     """
     size = tl.cast(num_rows, tl.int64) * num_out
     num_splits = tl.num_programs(AXIS)
     tl.store(p_partials + i_split * size + o_out, total, mask=inside)
-    tl.debug_barrier()  # all threads have written before one of them says so
+    tl.debug_barrier()  # all threads have written before one of them increments the counter
     before = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
     if before == num_splits - 1:
         whole = tl.zeros_like(total)
@@ -70,9 +75,10 @@ def few_rows_kernel(
     PRODUCT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile [BLOCK_M, BLOCK_N] of one split of the inputs (SPLIT), or of all splits in turn (NESTED).
+    """Compute a tile [BLOCK_M, BLOCK_N] of one split of the inputs (SPLIT), or of all splits in turn (NESTED).
 
-    Codes are multiplied as integers and scaled after: acc += (x @ codes) * scale + sum(x) * minimum, group by group.
+    Codes are multiplied as integers and scaled afterwards, group by group: acc += (x @ codes) * scale + sum(x) *
+    minimum.
     """
     WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK  # elements of an output feature and a block
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -86,8 +92,8 @@ def few_rows_kernel(
     splits = tl.cdiv(num_blocks, split_blocks) if NESTED else 1
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for i_turn in tl.range(0, splits):
-        # Of the turn, not carried from the one before: Triton 3.6 drops what an outer loop carries where nothing but
-        # the bounds of an inner loop read it.
+        # Computed in each turn, not carried over from the previous one: Triton 3.6 drops a value that an outer loop
+        # carries if only the bounds of an inner loop read it.
         first = (i_split + i_turn) * split_blocks
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i_block in tl.range(first, tl.minimum(first + split_blocks, num_blocks)):
@@ -166,16 +172,20 @@ def many_rows_kernel(
     PRODUCT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile [BLOCK_N, BLOCK_M] of the transposed result: weights are the left operand, which stays in registers.
+    """Compute a tile [BLOCK_N, BLOCK_M] of the transposed result.
 
-    With one scale for a block or more, codes are multiplied as integers; else each weight is computed in float32 and
+    Weights are the left operand, which stays in registers.
+
+    With one scale for a block or more, codes are multiplied as integers. Otherwise each weight is computed in float32
+    and
     rounded once to PRODUCT.
     """
     WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK
-    ASM_HERE: tl.constexpr = ASM and BITS == 4  # a left operand's bytes are not neighbours in a register
-    WIDE: tl.constexpr = tl.float32 if BITS == 8 else PRODUCT  # what codes are on their way to float32
+    ASM_HERE: tl.constexpr = ASM and BITS == 4  # a left operand's bytes are not adjacent in a register
+    WIDE: tl.constexpr = tl.float32 if BITS == 8 else PRODUCT  # type of the codes before float32
     SCALE_AFTER: tl.constexpr = GROUP == CODE_BLOCK and not HAS_MINIMUM
-    # Programs in turn take the same weights and other rows, so that the weights come from the second-level cache.
+    # Consecutive programs read the same weights and different rows, so that the weights come from the second-level
+    # cache.
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_split = tl.program_id(2)
@@ -232,11 +242,11 @@ def many_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut; rows are those of the activations, columns the output features.
+    """Division of a product; rows are those of the activations, columns the output features.
 
     Attributes:
-        few: by few_rows_kernel.
-        split_for: programs that are wanted; the inputs are split until there are as many.
+        few: few_rows_kernel computes it.
+        split_for: Wanted number of programs; the inputs are split until there are as many.
     """
 
     few: bool
@@ -249,18 +259,19 @@ class Tile:
 
 _MIN_SPLIT_BLOCKS = 4
 _FIXED_ROWS = 32
-# From there on it costs less to write a weight out once and let the vendor's product read it. On an H200 the kernel
-# takes some 0.9 us a row and gate-up layer with minimums, writing out 0.1 ms and the vendor's product 0.35 us a row.
+# From this number on it is cheaper to write the weight's values once and multiply them with the vendor's product. On an
+# H200 the kernel takes about 0.9 us per row and gate-up layer with minimums; writing the values takes 0.1 ms, and the
+# vendor's product 0.35 us per row.
 _VALUES_ROWS = 256
-_VALUES_BYTES = 1 << 26  # of a weight that are written out at a time
+_VALUES_BYTES = 1 << 26  # output features of a weight whose values are written at once
 _VALUES_TILE = 64
 
 
 def tile(num_rows: int, bits: int, fixed: bool, amd: bool) -> Tile:
-    """The tile table. fixed: one tile whatever the rows."""
+    """Return the entry of the tile table. fixed: one tile for any number of rows."""
     if fixed or num_rows <= 32:
-        # Many small programs, all that an H200 holds at a time (1188 and 792): an instruction waits for the one before
-        # it, and only other warps fill the time. 256 programs of two warps took five times what the memory takes.
+        # Many small programs, all that an H200 holds at once (1188 and 792), because an instruction waits for the one
+        # before it and only other warps fill the time. 256 programs of two warps took five times as long as the memory.
         stages = 2 if amd else 4
         if num_rows <= 16 and not fixed:
             return Tile(True, 16, 64, 4, stages, split_for=800)
@@ -271,7 +282,7 @@ def tile(num_rows: int, bits: int, fixed: bool, amd: bool) -> Tile:
 
 
 def split_blocks(num_blocks: int, column_tiles: int, wanted: int) -> int:
-    """Blocks of a split of the inputs: it depends on the weight's shape alone."""
+    """Return the number of blocks of a split of the inputs, which depends only on the weight's shape."""
     splits = 1
     while column_tiles * splits < wanted and num_blocks >= 2 * splits * _MIN_SPLIT_BLOCKS:
         splits *= 2
@@ -279,18 +290,19 @@ def split_blocks(num_blocks: int, column_tiles: int, wanted: int) -> int:
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fixed: bool = False) -> torch.Tensor:
-    """X @ weight.T + bias, accumulated in float32.
+    """Compute x @ weight.T + bias, accumulated in float32.
 
     Args:
-        x: [T, in] bfloat16 or float16, rows apart by any stride.
+        x: [T, in] bfloat16 or float16; rows may have any stride.
+        weight: The weight.
         bias: [out] of x's dtype, or None.
-        fixed: a row's result does not depend on the other rows nor on their number.
+        fixed: The result of a row does not depend on the other rows or their number.
 
     Returns:
         [T, out] of x's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: Shapes, dtypes or devices do not fit together.
     """
     _check(x, weight, bias)
     num_rows, num_out, num_blocks = x.shape[0], weight.num_out, weight.words.shape[0]
@@ -303,7 +315,7 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
     chosen = tile(num_rows, weight.bits, fixed, amd)
     column_tiles = -(-num_out // chosen.columns)
     row_tiles = -(-num_rows // chosen.rows)
-    # Where the rows are several tiles, there are programs enough, and partial sums would be large.
+    # With several tiles of rows there are enough programs, and partial sums would be large.
     per_split = split_blocks(num_blocks, column_tiles, chosen.split_for if row_tiles == 1 or fixed else 1)
     nested = fixed and row_tiles > 1
     splits = 1 if nested else -(-num_blocks // per_split)
@@ -357,15 +369,17 @@ def _variant(
 
 
 def values_step(num_in: int) -> int:
-    """Output features that are multiplied by way of their values at a time: whole tiles of the vendor's product.
+    """Return the number of output features that are multiplied through their values at once.
 
-    Columns of `out` that do not begin at multiples of 16 bytes would have it take kernels of a third of the speed.
+    Whole tiles of the vendor's product.
+
+    If columns of `out` did not begin at multiples of 16 bytes, it would choose kernels of a third of the speed.
     """
     return max(_VALUES_TILE, _VALUES_BYTES // (2 * num_in) // _VALUES_TILE * _VALUES_TILE)
 
 
 def _by_values(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """The product by way of the weight's values, some output features at a time."""
+    """Compute the product through the weight's values, some output features at a time."""
     step = values_step(weight.num_in)
     for first in range(0, weight.num_out, step):
         last = min(first + step, weight.num_out)
@@ -403,7 +417,7 @@ def _constants(chosen: Tile, bits: int, group: int, has_minimum: bool, has_bias:
 
 _INTEGERS = ("num_rows", "num_out", "num_in", "stride_x", "num_blocks", "split_blocks", "group_blocks")
 _GROUPS = ((128, False), (128, True), (32, False), (32, True), (64, False), (64, True))
-# rows, whether fixed, split, nested: the lines of the tile table; fixed, 32 rows are split as any others
+# Rows, fixed, split, nested: the rows of the tile table. With `fixed`, 32 rows are split as any others.
 _ROWS = (
     (16, False, True, False),
     (16, False, False, False),
@@ -419,7 +433,7 @@ _PRODUCTS: tuple[Product, ...] = ("bf16", "fp16")
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every configuration of the table but for the bias, which float16's have."""
+    """Return every configuration of the table, with a bias only for float16."""
     # ptxas puts a register or two of some tiles on the stack.
     spills = 16 if target in ("sm_80", "sm_100") else 0
     amd = target == "gfx942"

@@ -1,4 +1,4 @@
-"""Packed integer weights for tests and benchmarks, here and of linear_weight_only."""
+"""Packed integer weights for tests and benchmarks of this operation and of linear_weight_only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One product; group 0: one scale for all inputs of an output feature."""
+    """One product; group 0 is one scale for all inputs of an output feature."""
 
     rows: int
     num_out: int
@@ -40,7 +40,7 @@ CASES = [
 
 
 def make(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, PackedWeight, torch.Tensor | None]:
-    """X [rows, in], a weight of random codes, and the bias."""
+    """Return x [rows, in], a weight of random codes, and the bias."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def uniform(*shape: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor,
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """A layer of Llama-3.1-8B, its sizes divided by `scale`."""
+    """Return a benchmark of a layer of Llama-3.1-8B, its sizes divided by `scale`."""
     from kernels.ops.weight_values.triton import values_of
 
     result = []

@@ -1,4 +1,4 @@
-"""Integer weights as the kernels read them: codes in blocks of 128 inputs, scales and minimums by group of inputs."""
+"""Layout of integer weights for the kernels: codes in blocks of 128 inputs, scales and minimums by group of inputs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ STEP = 32
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """[out, in] weights: value = (code - 2 ** (bits - 1)) * scale + minimum.
+    """Weights [out, in]: value = (code - 2 ** (bits - 1)) * scale + minimum.
 
     Attributes:
-        words: 4 bits: [ceil(in / 128), out, 32] int16; nibble s of word w of a block is the code of its input 32 s + w.
-            8 bits: [ceil(in / 128), out, 128] uint8. Codes of inputs beyond the last may be anything.
-        scales: [groups, out] float16 or float32; groups beyond the last input are there, to whole blocks.
-        minimums: as scales; None where all are 0.
+        words: 4 bits: [ceil(in / 128), out, 32] int16; nibble s of word w of a block is the code of its input 32 s
+            + w.
+             8 bits: [ceil(in / 128), out, 128] uint8. Codes of inputs beyond the last are undefined.
+        scales: [groups, out] float16 or float32; there are groups beyond the last input, up to whole blocks.
+        minimums: As scales; None if all are 0.
         bits: 4 or 8.
-        group: inputs of a group: 32, 64, a multiple of 128, or 0 for all inputs.
-        num_in: inputs.
-        counters: [ceil(out / 64)] int32 on the same device, 0 before and after a product: programs of a tile that are
-            done.
+        group: Inputs of a group: 32, 64, a multiple of 128, or 0 for all inputs.
+        num_in: Number of inputs.
+        counters: [ceil(out / 64)] int32 on the same device, 0 before and after a product: finished programs of a
+            tile.
     """
 
     words: torch.Tensor
@@ -38,22 +39,22 @@ class PackedWeight:
 
     @property
     def num_out(self) -> int:
-        """Output features."""
+        """Number of output features."""
         return self.words.shape[1]
 
     @property
     def group_blocks(self) -> int:
-        """Blocks of a group of at least one block, as kernels count them."""
+        """Number of blocks of a group of at least one block, as the kernels count them."""
         return max(1, self.group // BLOCK) if self.group else self.words.shape[0]
 
 
 def group_constant(group: int) -> int:
-    """What kernels are compiled for: 32, 64, or 128 for every group of whole blocks."""
+    """Return the constant for which kernels are compiled: 32, 64, or 128 for every group of whole blocks."""
     return group if 0 < group < BLOCK else BLOCK
 
 
 def num_groups(num_in: int, group: int) -> int:
-    """Rows of `scales`. Raises ValueError for groups that the kernels do not take."""
+    """Return the number of rows of `scales`. Raises ValueError for groups that the kernels do not support."""
     if group == 0:
         return 1
     if group not in (32, 64) and (group < 0 or group % BLOCK):
@@ -63,7 +64,7 @@ def num_groups(num_in: int, group: int) -> int:
 
 
 def empty_words(num_out: int, num_in: int, bits: int, device: torch.device) -> torch.Tensor:
-    """Memory for the words of a weight."""
+    """Allocate the words of a weight."""
     blocks = -(-num_in // BLOCK)
     if bits == 4:
         return torch.empty((blocks, num_out, STEP), dtype=torch.int16, device=device)
@@ -73,16 +74,16 @@ def empty_words(num_out: int, num_in: int, bits: int, device: torch.device) -> t
 
 
 def new_counters(num_out: int, device: torch.device) -> torch.Tensor:
-    """PackedWeight.counters."""
+    """Allocate PackedWeight.counters."""
     return torch.zeros(-(-num_out // 64), dtype=torch.int32, device=device)
 
 
 def pack_rows(words: torch.Tensor, start: int, codes: torch.Tensor) -> None:
-    """Writes the codes of some output features.
+    """Write the codes of some output features.
 
     Args:
-        words: see PackedWeight.
-        start: first output feature.
+        words: See PackedWeight.
+        start: First output feature.
         codes: [rows, in] uint8 on the device of `words`.
     """
     blocks = words.shape[0]

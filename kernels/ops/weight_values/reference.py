@@ -8,7 +8,7 @@ from kernels.ops.weight_values.layout import BLOCK, STEP, PackedWeight
 
 
 def codes(weight: PackedWeight) -> torch.Tensor:
-    """[out, in] int64."""
+    """Return the codes, [out, in] int64."""
     blocks, num_out = weight.words.shape[:2]
     if weight.bits == 8:
         values = weight.words.long()
@@ -19,7 +19,7 @@ def codes(weight: PackedWeight) -> torch.Tensor:
 
 
 def values(weight: PackedWeight) -> torch.Tensor:
-    """[out, in] float64: (code - 2 ** (bits - 1)) * scale + minimum."""
+    """Return the values, [out, in] float64: (code - 2 ** (bits - 1)) * scale + minimum."""
     group = weight.group or weight.num_in
     of_input = torch.arange(weight.num_in, device=weight.words.device) // group
     result = (codes(weight) - (1 << (weight.bits - 1))) * weight.scales.double()[of_input].T
@@ -29,5 +29,5 @@ def values(weight: PackedWeight) -> torch.Tensor:
 
 
 def values_of(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-    """[last - first, in] of output features first..last, rounded once to `dtype`."""
+    """Return [last - first, in] values of the output features first..last, rounded once to `dtype`."""
     return values(weight)[first:last].to(dtype)

@@ -1,4 +1,4 @@
-"""Integer weights as values, for products that take many rows: kernel and launcher."""
+"""Conversion of integer weights to values, for products with many rows: kernel and launcher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dequantize_kernel(
     PRODUCT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Values [last_out - first_out, in] of p_out's type of some of a weight's num_out output features."""
+    """Write the values [last_out - first_out, in] of some output features to p_out, in its type."""
     WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK
     i_block = tl.program_id(0)
     o_row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -59,7 +59,7 @@ def dequantize_kernel(
 
 
 def values_of(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-    """[last - first, in] values of some output features, computed in float32 and rounded once to `dtype`."""
+    """Return [last - first, in] values of some output features, computed in float32 and rounded once to `dtype`."""
     values = weight.words.new_empty((last - first, weight.num_in), dtype=dtype)
     variant = _variant(weight.bits, weight.group, weight.minimums is not None, dtype)
     variant(
@@ -94,7 +94,7 @@ def _variant(bits: int, group: int, has_minimum: bool, dtype: torch.dtype) -> Va
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every configuration of the table."""
+    """Return every configuration of the table."""
     products: tuple[Product, ...] = ("bf16", "fp16")
     return [
         _compilation(bits, group, has_minimum, product, target == "gfx942")
