@@ -171,7 +171,7 @@ class TinyServer(Harness):
         return self.runner._graphs.num_captured
 
 
-WISHES: tuple[dict[str, object], ...] = (
+COMMON_SAMPLING_PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
     {"temperature": 0.9, "top_p": 0.8, "top_k": 20},
@@ -179,7 +179,7 @@ WISHES: tuple[dict[str, object], ...] = (
     {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {5: 3.0, 9: -100.0}},
     {"temperature": 0.7, "min_p": 0.05, "min_tokens": 5, "ignore_eos": True},
 )
-RARER_WISHES: tuple[dict[str, object], ...] = (
+RARE_SAMPLING_PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.5, "ignore_eos": True},
     {"temperature": 1.1, "typical_p": 0.8, "top_k": 30, "xtc_probability": 0.5, "xtc_threshold": 0.03},
     {"temperature": 0.0, "dry_multiplier": 3.0, "dry_breakers": (7, 8), "ignore_eos": True},
@@ -195,7 +195,10 @@ RARER_WISHES: tuple[dict[str, object], ...] = (
 
 
 def submits(
-    count: int, seed: int = 0, max_tokens: int = 14, wishes: Sequence[dict[str, object]] = WISHES
+    count: int,
+    seed: int = 0,
+    max_tokens: int = 14,
+    sampling_params: Sequence[dict[str, object]] = COMMON_SAMPLING_PARAMS,
 ) -> list[Submit]:
     """Return requests with shared prefixes and different sampling parameters, some with several choices."""
     rng = random.Random(seed)
@@ -204,7 +207,8 @@ def submits(
         make_submit(
             f"r{number}",
             rng.choice(prefixes) + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 12))],
-            sampling={"seed": number, "max_tokens": max_tokens - number % 5} | wishes[number % len(wishes)],
+            sampling={"seed": number, "max_tokens": max_tokens - number % 5}
+            | sampling_params[number % len(sampling_params)],
             num_choices=3 if number % 7 == 3 else 1,
         )
         for number in range(count)

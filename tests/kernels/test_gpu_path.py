@@ -1,4 +1,4 @@
-"""A tiny model end to end through what a GPU runs: the runner, graphs, and every op as a Triton kernel."""
+"""End-to-end run of a tiny model on the GPU path: the runner, graphs, and every op as a Triton kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.backends.gpu_sampling import TritonSamplingOps
 from kernels.ops.step_inputs.triton import TritonStepOps
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import make_submit
-from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import MAX_MODEL_LEN, RARE_SAMPLING_PARAMS, TinyServer, submits, tiny_spec
 from worker.executor.profile import profile_plans
 
 pytestmark = [
@@ -46,7 +46,7 @@ def compare(
     with monkeypatch.context() as patch:
         expected = tokens_of(TinyServer(patch, late=False, spec=spec, **sizes), requests)
     server = on_triton(monkeypatch, device, deterministic, spec=spec, **sizes)
-    # As before serving: the largest step comes first, and what all steps share has its size then.
+    # As before serving: the largest step comes first, so that buffers shared by all steps have its size.
     settings = WorkerSettings(max_num_seqs=sizes["max_num_seqs"], block_size=server.kv.page_size)
     for plan in profile_plans(settings, MAX_MODEL_LEN, len(spec.kv_groups), sizes["max_num_batched_tokens"]):
         server.runner.execute(plan)
@@ -54,8 +54,8 @@ def compare(
     return server
 
 
-def test_tokens_are_those_of_the_reference_ops(device: torch.device, monkeypatch) -> None:
-    """With prefix hits, chunks, forks, captured graphs, and much of what requests can ask of the sampler."""
+def test_tokens_equal_reference_ops(device: torch.device, monkeypatch) -> None:
+    """Cover prefix hits, chunks, forks, captured graphs, and common sampling parameters."""
     requests = submits(4, max_tokens=6)
     server = compare(
         monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=4, max_num_batched_tokens=32
@@ -64,14 +64,14 @@ def test_tokens_are_those_of_the_reference_ops(device: torch.device, monkeypatch
     assert server.num_captured > 0
 
 
-def test_rarer_wishes_give_the_tokens_of_the_reference_ops(device: torch.device, monkeypatch) -> None:
-    """Filters, repetitions and lists, which on a GPU are plain torch around the kernels."""
-    requests = submits(6, max_tokens=4, wishes=RARER_WISHES)
+def test_rare_sampling_parameters_equal_reference_ops(device: torch.device, monkeypatch) -> None:
+    """Cover filters, repetition penalties and token lists, which on a GPU are plain torch around the kernels."""
+    requests = submits(6, max_tokens=4, sampling_params=RARE_SAMPLING_PARAMS)
     compare(monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=6, max_num_batched_tokens=32)
 
 
-def test_vectors_are_those_of_the_reference_ops(device: torch.device, monkeypatch) -> None:
-    """Hidden states are summed up in chunks, beside a stream."""
+def test_embeddings_equal_reference_ops(device: torch.device, monkeypatch) -> None:
+    """Check that hidden states are summed over chunks, beside a stream."""
     sizes = {"spec": tiny_spec(), "num_pages": 60, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     text = make_submit("t", [5, 6, 7], sampling={"temperature": 0.0, "ignore_eos": True, "max_tokens": 3})
     prompt = [3 + (7 * index) % 90 for index in range(20)]
@@ -97,8 +97,8 @@ def test_vectors_are_those_of_the_reference_ops(device: torch.device, monkeypatc
         pytest.param(True, "dense", id="deterministic, dense", marks=pytest.mark.slow),
     ],
 )
-def test_other_modes_give_their_tokens_too(deterministic: bool, kv_format, device: torch.device, monkeypatch) -> None:
-    """Cells of the KV cache in every format, and one kernel for all queries; beside plain torch in the same format."""
+def test_other_modes_equal_reference_ops(deterministic: bool, kv_format, device: torch.device, monkeypatch) -> None:
+    """Cover every KV cache format, and one kernel for all queries, compared with plain torch in the same format."""
     sizes = {"num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 32}
     requests = submits(3, seed=4, max_tokens=5)
     options = {"deterministic": deterministic, "kv_format": kv_format}
@@ -108,7 +108,7 @@ def test_other_modes_give_their_tokens_too(deterministic: bool, kv_format, devic
 
 @pytest.mark.slow  # minutes in the interpreter
 def test_tokens_survive_preemption_with_a_window(device: torch.device, monkeypatch) -> None:
-    """Two KV groups, too few pages for all."""
+    """Use two KV groups and too few pages for all requests."""
     requests = submits(6, max_tokens=10)
     server = compare(
         monkeypatch,

@@ -14,12 +14,20 @@ import pytest
 from tests.fakes.engine_harness import make_submit
 from tests.fakes.engine_harness import make_submit as make_plain_submit
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
-from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, WISHES, TinyServer, submits, tiny_spec, tiny_weights
+from tests.fakes.tiny_server import (
+    COMMON_SAMPLING_PARAMS,
+    MAX_MODEL_LEN,
+    RARE_SAMPLING_PARAMS,
+    TinyServer,
+    submits,
+    tiny_spec,
+    tiny_weights,
+)
 from tests.unit.worker.executor.test_late_runner import outcome
 from worker.drafting.proposal import Proposal, Source
 from worker.requests.request import Request
 
-EVERY_WISH = (*WISHES, *RARER_WISHES)
+ALL_SAMPLING_PARAMS = (*COMMON_SAMPLING_PARAMS, *RARE_SAMPLING_PARAMS)
 COUNT = 24
 POSITIONS = MAX_MODEL_LEN
 NAMES = ("all right", "some right", "none right", "the same model", "another model")
@@ -34,7 +42,7 @@ def spec(request):
 def alone(spec):
     """Return the outputs of each request alone, without speculation."""
     found: dict = {}
-    for submit in submits(COUNT, wishes=EVERY_WISH):
+    for submit in submits(COUNT, sampling_params=ALL_SAMPLING_PARAMS):
         with pytest.MonkeyPatch.context() as monkeypatch:
             server = TinyServer(monkeypatch, late=False, spec=spec, num_pages=120, max_num_batched_tokens=256)
             server.add(submit)
@@ -77,7 +85,7 @@ def test_what_clients_see_is_what_they_see_without(name, num_pages, late, spec, 
     server = guessing(
         monkeypatch, name, alone, spec=spec, late=late, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24
     )
-    for number, submit in enumerate(submits(COUNT, wishes=EVERY_WISH)):
+    for number, submit in enumerate(submits(COUNT, sampling_params=ALL_SAMPLING_PARAMS)):
         server.add(submit)
         for _ in range(number % 4):
             server.step()
@@ -98,7 +106,7 @@ def test_aborts_with_drafts_in_flight_harm_nobody(seed, name, spec, alone, monke
     rng = random.Random(seed)
     server = guessing(monkeypatch, name, alone, seed, spec=spec, num_pages=50, max_num_seqs=5)
     aborted: set[str] = set()
-    names = [submit.request_id for submit in submits(COUNT, wishes=EVERY_WISH)]
+    names = [submit.request_id for submit in submits(COUNT, sampling_params=ALL_SAMPLING_PARAMS)]
 
     def interrupt() -> None:
         if rng.random() < 0.06:
@@ -106,7 +114,7 @@ def test_aborts_with_drafts_in_flight_harm_nobody(seed, name, spec, alone, monke
             server.abort(victim)
 
     server.interrupt = interrupt
-    for submit in submits(COUNT, wishes=EVERY_WISH):
+    for submit in submits(COUNT, sampling_params=ALL_SAMPLING_PARAMS):
         server.add(submit)
         server.step()
     server.drain()
@@ -218,7 +226,7 @@ def test_a_greedy_draft_equal_to_the_target_is_accepted_fully(monkeypatch):
     draft_always(monkeypatch, server)
     plain = TinyServer(monkeypatch, late=False, num_pages=120)
     for one in (server, plain):
-        for submit in submits(5, wishes=({"temperature": 0.0, "ignore_eos": True},)):
+        for submit in submits(5, sampling_params=({"temperature": 0.0, "ignore_eos": True},)):
             one.add(submit)
         one.drain()
     assert outcome(server) == outcome(plain)

@@ -6,7 +6,7 @@ import pytest
 
 from shared.messages import FinishReason
 from tests.fakes.engine_harness import make_submit
-from tests.fakes.tiny_server import RARER_WISHES, TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import RARE_SAMPLING_PARAMS, TinyServer, submits, tiny_spec
 
 
 def outcome(server: TinyServer) -> dict:
@@ -80,7 +80,7 @@ def test_a_prompt_larger_than_the_buffer_is_uploaded_in_several_copies(spec, alo
 
 def test_state_on_the_device_survives_preemption(monkeypatch):
     """Mirostat targets, repetitions and bad words are updated on the device, with two steps in flight."""
-    requests = submits(9, seed=3, wishes=RARER_WISHES)
+    requests = submits(9, seed=3, sampling_params=RARE_SAMPLING_PARAMS)
     with monkeypatch.context() as patch:
         calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
         for submit in requests:
@@ -100,10 +100,10 @@ PLAIN = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_k
 
 
 @pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
-@pytest.mark.parametrize("wishes", [PLAIN[:1], PLAIN], ids=["greedy", "greedy and random"])
-def test_captured_sampling_changes_no_text(wishes, num_pages, monkeypatch):
+@pytest.mark.parametrize("sampling_params", [PLAIN[:1], PLAIN], ids=["greedy", "greedy and random"])
+def test_captured_sampling_changes_no_text(sampling_params, num_pages, monkeypatch):
     """The ids of padding rows must not be written to rows in use."""
-    requests = submits(12, seed=5, wishes=wishes)
+    requests = submits(12, seed=5, sampling_params=sampling_params)
     with monkeypatch.context() as patch:
         calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
         for submit in requests:
