@@ -1,4 +1,4 @@
-"""Compiled kernels of tests, kept by the hash of all sources, and the opened default model."""
+"""Cache of compiled test kernels, keyed by the hash of all sources, and the opened default model."""
 
 from __future__ import annotations
 

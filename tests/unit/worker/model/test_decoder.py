@@ -1,4 +1,4 @@
-"""The decoder against transformers, over the variants of the Llama family."""
+"""Decoder compared with transformers, over the variants of the Llama family."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_pair(
 
 
 def run_chunks(decoder: Decoder, spec: DecoderSpec, ids: list[int], chunks: list[int]) -> torch.Tensor:
-    """Logits of every position, computed in chunks, over pages in no particular order."""
+    """Return the logits of every position, computed in chunks over pages in arbitrary order."""
     num_pages = -(-len(ids) // PAGE)
     pages = [(7 * i + 3) % 23 for i in range(num_pages)]
     kv = KVStorage(spec, 23, PAGE, torch.float32, "cpu")
@@ -168,10 +168,8 @@ def test_chunks_and_decode_equal_the_whole(chunks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[100], [33, 1, 1, 40, 25]])
-def test_the_ops_and_weights_of_other_devices_compute_the_same(
-    monkeypatch: pytest.MonkeyPatch, chunks: list[int]
-) -> None:
-    """What runs where there is no kernel of our own, a GPU's part of the code included, here on the CPU."""
+def test_fallback_ops_and_weights_equal_reference(monkeypatch: pytest.MonkeyPatch, chunks: list[int]) -> None:
+    """Run on the CPU the PyTorch fallbacks, including the GPU code path, that serve devices without our kernels."""
     monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: DecoderOps())
     monkeypatch.setattr(
         Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device)
@@ -191,15 +189,11 @@ def test_interleaved_weights_are_permuted() -> None:
             for leaf in ("weight", "bias"):
                 key = f"layers.{layer}.{name}.{leaf}"
                 weights.tensors[key] = weights.tensors[key][inverse]
-    interleaved = make_spec_interleaved(spec)
+    interleaved = dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, interleaved=True))
     assert torch.equal(run_chunks(make_decoder(interleaved, weights), interleaved, ids, [30]), expected)
 
 
-def make_spec_interleaved(spec: DecoderSpec) -> DecoderSpec:
-    return dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, interleaved=True))
-
-
-def test_requests_of_one_batch_do_not_touch_each_other() -> None:
+def test_requests_of_one_batch_are_independent() -> None:
     model, spec, weights = make_pair()
     decoder = make_decoder(spec, weights)
     kv = KVStorage(spec, 40, PAGE, torch.float32, "cpu")
@@ -220,7 +214,7 @@ def test_bfloat16_is_near_float32() -> None:
     assert torch.nn.functional.cosine_similarity(actual, expected, dim=-1).min() > 0.995
 
 
-def test_missing_and_misshapen_tensors_are_named() -> None:
+def test_missing_and_misshapen_tensors_are_reported_by_name() -> None:
     _, spec, weights = make_pair()
     good = weights.tensors["layers.1.up.weight"]
     weights.tensors["layers.1.up.weight"] = good[:-1]
@@ -231,7 +225,7 @@ def test_missing_and_misshapen_tensors_are_named() -> None:
         make_decoder(spec, weights)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_indivisible_head_count_is_refused() -> None:
     _, spec, weights = make_pair({"num_attention_heads": 4, "num_key_value_heads": 4})
     with pytest.raises(ConfigurationError, match="attention heads"):
         make_decoder(dataclasses.replace(spec, num_kv_heads=3), weights)

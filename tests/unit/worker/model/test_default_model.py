@@ -1,4 +1,4 @@
-"""The default model against transformers in float32, with weights that the gguf package dequantized."""
+"""Default model compared with transformers in float32, with weights dequantized by the gguf package."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_logits_and_greedy_tokens(
     num_prompts: int,
     num_tokens: int,
 ) -> None:
-    """Prompts read in chunks of two lengths, then decoded together; each token is transformers' own choice."""
+    """Compute prompts in chunks of two sizes, then decode them together; each token must be transformers' choice."""
     prompts = prompts[:num_prompts]
     width = 10
     kv = KVStorage(files.spec, width * len(prompts), PAGE, torch.float32, "cpu")
@@ -117,7 +117,7 @@ def test_embeddings(
     prompts: list[list[int]],
     dtype: Literal["float32", "bfloat16"],
 ) -> None:
-    """By scheduler and runner, in chunks beside each other: both poolings are those of transformers' last states."""
+    """Compare both poolings, computed by scheduler and runner in concurrent chunks, with transformers' last states."""
     if dtype == "bfloat16":
         if not bf16.supported():
             pytest.skip("this processor does not multiply bfloat16")

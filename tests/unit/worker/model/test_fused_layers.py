@@ -1,4 +1,4 @@
-"""The default model's layers as one op, against its separate ops and against float32."""
+"""Fused layers of the default model compared with separate ops and with float32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_decoder(
 
 
 def decode(decoder: Decoder, kv: KVStorage, chunks: list[int]) -> torch.Tensor:
-    """[len(PROMPT), vocab] log-probabilities, the prompt computed in chunks of these sizes."""
+    """Return [len(PROMPT), vocab] log-probabilities with the prompt computed in chunks of the given sizes."""
     out, start = [], 0
     for count in chunks:
         batch = make_batch([(PROMPT[start : start + count], start, [3, 1, 5, 7, 2])], PAGE)
@@ -47,7 +47,7 @@ def decode(decoder: Decoder, kv: KVStorage, chunks: list[int]) -> torch.Tensor:
 
 
 def divergence(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """Kullback-Leibler divergence from the exact distributions, the mean over positions."""
+    """Return the Kullback-Leibler divergence from the exact distributions, averaged over positions."""
     return float((exact.exp() * (exact - ours)).sum(dim=-1).mean())
 
 
@@ -63,13 +63,13 @@ def decoder(files: ModelFiles) -> Decoder:
 
 @pytest.fixture(scope="module")
 def unfused(decoder: Decoder, files: ModelFiles) -> dict[torch.dtype, torch.Tensor]:
-    """By dtype of the KV cache, what the layers' separate ops make of the prompt."""
+    """Return the log-probabilities of the separate ops, by dtype of the KV cache."""
     kinds = torch.bfloat16, torch.float32
     return {kind: decode(decoder, KVStorage(files.spec, 16, PAGE, kind, "cpu"), SMALL_STEPS) for kind in kinds}
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
-def test_all_sizes_of_steps_are_near_to_float32(
+def test_all_step_sizes_are_close_to_float32(
     files: ModelFiles,
     exact_model: tuple[Decoder, KVStorage],
     unfused: dict[torch.dtype, torch.Tensor],
@@ -80,14 +80,14 @@ def test_all_sizes_of_steps_are_near_to_float32(
     kv = KVStorage(files.spec, 16, PAGE, kv_dtype, "cpu")
     decoder.fuse_layers(kv)
     fused = decode(decoder, kv, SMALL_STEPS)
-    assert not torch.equal(fused, separate), "the steps were not one op"
-    # bfloat16 itself is about 1e-3 away: that of weights, where they are rounded, of inputs, of keys and values.
+    assert not torch.equal(fused, separate), "the layers were not fused"
+    # bfloat16 itself deviates by about 1e-3, through rounded weights, inputs, keys and values.
     assert divergence(separate, exact) < 3e-3
     assert divergence(fused, exact) < 3e-3
     assert divergence(decode(decoder, kv, [len(PROMPT)]), exact) < 3e-3
 
 
-def test_a_token_is_the_same_in_every_step_where_that_was_asked_for(files: ModelFiles) -> None:
+def test_deterministic_tokens_are_bitwise_equal_in_every_step(files: ModelFiles) -> None:
     decoder, kv = make_decoder(files, torch.bfloat16, torch.bfloat16, deterministic=True)
     decoder.fuse_layers(kv)
     whole = decode(decoder, kv, [len(PROMPT)])
@@ -97,7 +97,7 @@ def test_a_token_is_the_same_in_every_step_where_that_was_asked_for(files: Model
     assert torch.equal(decoder.forward(beside, kv)[:40].log_softmax(dim=-1), whole[:40])
 
 
-def test_what_the_op_does_not_cover_stays_separate(exact_model: tuple[Decoder, KVStorage]) -> None:
+def test_unsupported_layers_are_not_fused(exact_model: tuple[Decoder, KVStorage]) -> None:
     decoder, kv = exact_model
     before = decode(decoder, kv, [4, 68])
     decoder.fuse_layers(kv)

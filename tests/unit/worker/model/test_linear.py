@@ -1,4 +1,4 @@
-"""Linear layers: schemes against torch, and the split over ranks against the whole."""
+"""Linear layers: schemes compared with torch, and shards compared with the whole layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class OneRank(ParallelContext):
-    """A rank whose group never sums, so that the test can."""
+    """Rank whose group does not sum, so that the test can add the partial results."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -65,7 +65,7 @@ def test_schemes_multiply(dtype: torch.dtype, rows: int, has_bias: bool) -> None
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536)])
-def test_a_float32_row_is_the_same_alone_and_in_a_batch(out_features: int, in_features: int) -> None:
+def test_float32_row_is_bitwise_equal_alone_and_in_a_batch(out_features: int, in_features: int) -> None:
     scheme = linear_scheme(torch.float32, CPU)
     scheme.create_weights(out_features, in_features)
     scheme.load_rows(0, plain(random(out_features, in_features)))
@@ -101,7 +101,7 @@ def test_row_parallel_partial_sums_add_up_with_one_bias() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 4, 5])  # of 5 the last holds no row
+@pytest.mark.parametrize("size", [1, 2, 4, 5])  # with 5 ranks the last one holds no row
 @pytest.mark.parametrize("in_file_format", [True, False])
 def test_vocabulary_over_ranks(tied: bool, size: int, in_file_format: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.model.embedding.keeps_format", lambda _: in_file_format)
@@ -119,9 +119,9 @@ def test_vocabulary_over_ranks(tied: bool, size: int, in_file_format: bool, monk
 
 
 @pytest.mark.skipif(not bf16.supported(), reason="the processor has no AVX512-BF16")
-@pytest.mark.parametrize("size", [1, 2, 5])  # of 5 the last holds no row of the vocabulary
+@pytest.mark.parametrize("size", [1, 2, 5])  # with 5 ranks the last one holds no row of the vocabulary
 def test_panels_are_split_over_ranks(size: int) -> None:
-    """Parts, biases and a vocabulary that end within panels."""
+    """Split parts, biases and a vocabulary at positions within panels."""
     hidden, inner, vocab = 64, 32 * size, 11
     tensors = {"a.weight": random(3 * size, hidden), "b.weight": random(2 * size, hidden), "a.bias": random(3 * size),
                "b.bias": random(2 * size), "o.weight": random(7, inner), "o.bias": random(7),
@@ -156,8 +156,8 @@ def test_panels_are_split_over_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_tied_dense_head_takes_no_memory_of_its_own(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU. A rank with padding has a copy."""
+def test_tied_dense_head_allocates_no_memory(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a tied head shares the embedding's memory, as on a GPU; a rank with padding has a copy."""
     monkeypatch.setattr("worker.model.embedding.keeps_format", lambda _: False)
     monkeypatch.setattr("worker.quant.select.packed_linears_supported", lambda _: False)
     table, x, logits = random(11, 6), random(2, 6), []
@@ -177,13 +177,13 @@ def test_vocabulary_shards_cover_each_token_once() -> None:
         assert rows == list(range(vocab))
 
 
-def test_kv_heads_are_replicated_where_there_are_fewer_than_ranks() -> None:
+def test_kv_heads_are_replicated_if_fewer_than_ranks() -> None:
     heads = [kv_head_range(2, ParallelContext(tp_rank=rank, tp_size=4)) for rank in range(4)]
     assert heads == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
     with pytest.raises(ConfigurationError, match="3 key-value heads"):
         kv_head_range(3, ParallelContext(tp_size=4))
 
 
-def test_uneven_splits_are_refused_with_the_numbers() -> None:
+def test_uneven_splits_are_refused_with_sizes() -> None:
     with pytest.raises(ConfigurationError, match="size 2 does not divide the model's 9 attention heads"):
         split_evenly(9, ParallelContext(tp_size=2), "attention heads")

@@ -1,4 +1,4 @@
-"""The default model on a processor without AVX512-BF16, whichever this one is."""
+"""Default model on a processor without AVX512-BF16, simulated on every machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_decoder(files: ModelFiles, dtype: torch.dtype, *, deterministic: bool =
 
 
 def log_probabilities(decoder: Decoder, kv: KVStorage) -> torch.Tensor:
-    """[len(PROMPT), vocab], the prompt computed as one large step, a small one and a token."""
+    """Return [len(PROMPT), vocab] log-probabilities, computed in a large step, a small step and a one-token step."""
     out, start = [], 0
     for count in (len(PROMPT) - 6, 5, 1):
         out.append(decoder.forward(make_batch([(PROMPT[start : start + count], start, [3, 1, 5])], PAGE), kv))
@@ -49,7 +49,7 @@ def log_probabilities(decoder: Decoder, kv: KVStorage) -> torch.Tensor:
     return torch.cat(out).log_softmax(dim=-1)
 
 
-def test_the_model_is_there_and_near_to_float32(files: ModelFiles) -> None:
+def test_model_without_avx512_bf16_is_close_to_float32(files: ModelFiles) -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         decoder = make_decoder(files, dtype)
@@ -59,7 +59,7 @@ def test_the_model_is_there_and_near_to_float32(files: ModelFiles) -> None:
         decoder.fuse_layers(kv)
         found.append(log_probabilities(decoder, kv))
     exact, ours = found
-    # bfloat16 itself is about 1e-3 away.
+    # bfloat16 itself deviates by about 1e-3.
     assert 0 < float((exact.exp() * (exact - ours)).sum(dim=-1).mean()) < 3e-3
 
 

@@ -1,4 +1,4 @@
-"""Frequencies and their scalings against transformers, and their faults."""
+"""RoPE frequencies and scalings compared with transformers, and their configuration errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_table_equals_transformers(theirs: dict[str, Any], ours: dict[str, Any])
     positions = torch.tensor([[0, 1, 77, 4095, 9000, 16383]])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     table = rope_table(RopeSpec(theta=500000.0, rotary_dim=64, **ours), 16384)[positions[0]]
-    # The angle at position 16,383 is good to 1e-3 in float32.
+    # The angle at position 16,383 is accurate to 1e-3 in float32.
     torch.testing.assert_close(table, torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=-1), rtol=1e-6, atol=2e-3)
     torch.testing.assert_close(table[:3], torch.cat((cos[0, :3, :32], sin[0, :3, :32]), dim=-1), rtol=1e-5, atol=1e-5)
 
@@ -78,7 +78,7 @@ def test_frequency_factors_divide() -> None:
     torch.testing.assert_close(frequencies * torch.tensor(factors), plain)
 
 
-def test_faults_are_named() -> None:
+def test_invalid_scalings_are_refused_with_their_name() -> None:
     with pytest.raises(ConfigurationError, match="3 rope frequency factors for 4"):
         inverse_frequencies(RopeSpec(theta=1e4, rotary_dim=8, frequency_factors=(1.0, 1.0, 1.0)), 16)
     for kind in ("dynamic", "llama3", "yarn"):

@@ -1,4 +1,4 @@
-"""The decoder split over ranks equals the whole; the ranks are threads that exchange tensors at barriers."""
+"""Decoder split over ranks compared with the whole; ranks are threads that exchange tensors at barriers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.parallel import ParallelContext
 
 
 class Exchange:
-    """What the ranks of a group put down for each other."""
+    """Tensors that the ranks of a group exchange."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -34,7 +34,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ThreadRank(ParallelContext):
-    """A rank of an Exchange, handed over as the group."""
+    """One rank of an Exchange, used as its process group."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(torch.stack(self.group.share(self.tp_rank, tensor)).sum(dim=0))
@@ -45,7 +45,7 @@ class ThreadRank(ParallelContext):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("tied", [True, False])
-def test_ranks_together_equal_one(size: int, tied: bool) -> None:
+def test_ranks_together_equal_single_rank(size: int, tied: bool) -> None:
     changes = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": tied}
     _, spec, weights = make_pair(changes, **BIASES)
     steps = [
