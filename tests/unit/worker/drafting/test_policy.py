@@ -33,7 +33,7 @@ cpu = _between((1, 2.3), (4, 2.8), (8, 4.1), (16, 7.25), (32, 14.3), (64, 28.4))
 gpu = _between((1, 8.0), (64, 8.8), (128, 11.0), (256, 18.0))
 
 
-def dearer_by_tiles(rows: int) -> float:
+def stepwise(rows: int) -> float:
     return 6.0 + 2.0 * -(-rows // 16)
 
 
@@ -111,7 +111,7 @@ def _speeds(
 
 @pytest.mark.parametrize("noise", [quiet, busy], ids=["quiet", "busy"])
 @pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize("cost", [cpu, gpu, dearer_by_tiles, forbidding], ids=["cpu", "gpu", "tiles", "forbidding"])
+@pytest.mark.parametrize("cost", [cpu, gpu, stepwise, forbidding], ids=["cpu", "gpu", "tiles", "forbidding"])
 @pytest.mark.parametrize("acceptance", [0.05, 0.6, 0.95, _phases], ids=["0.05", "0.6", "0.95", "phases"])
 def test_policy_is_never_slower_and_near_best_fixed_length(cost, num_rows, acceptance, noise):
     rate = acceptance if callable(acceptance) else lambda step: acceptance

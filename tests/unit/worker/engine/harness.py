@@ -49,7 +49,7 @@ MODEL = "fake"
 MAX_MODEL_LEN = 128
 PAGE_SIZE = 4
 PATIENCE_SECONDS = 30.0
-NEWS_MS = 20
+DELIVERY_MS = 20
 
 
 class Clock:
@@ -83,16 +83,16 @@ class CountingExecutor(FakeExecutor):
     """Fake executor that counts the steps in flight.
 
     Attributes:
-        most_in_flight: Largest number of steps in flight so far.
+        max_in_flight: Largest number of steps in flight so far.
     """
 
     num_in_flight = 0
-    most_in_flight = 0
+    max_in_flight = 0
 
     def submit(self, plan: StepPlan) -> CountingHandle:
         handle = super().submit(plan)
         self.num_in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         assert self.num_in_flight <= self.depth
         return CountingHandle(handle, self)
 
@@ -202,24 +202,23 @@ class Worker:
         """Step the engine until the condition holds."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, f"never: {what}"
-            self._await_news()
+            assert time.monotonic() < deadline, f"timed out waiting for: {what}"
+            self._await_delivery()
             self.engine.step()
             for client in self.clients:
                 client.read()
 
-    def _await_news(self) -> None:
+    def _await_delivery(self) -> None:
         """Give ZeroMQ's threads time to deliver pending messages.
 
         Steps of the fake model take no time. Without this wait, a busy machine runs through a whole request before a
-        message
-        sent in the meantime arrives.
+        message sent in the meantime arrives.
         """
         poller = zmq.Poller()
         for socket in (self.transport.socket, *(client.socket for client in self.clients)):
             if socket is not None and not socket.closed:
                 poller.register(socket, zmq.POLLIN)
-        poller.poll(NEWS_MS)
+        poller.poll(DELIVERY_MS)
 
     def elapse(self, seconds: float) -> None:
         """Advance the clock second by second, as for a running loop."""

@@ -155,9 +155,5 @@ def test_shutdown_does_not_wait_for_undelivered_outputs(worker: Worker) -> None:
     client.close()
     worker.transport.close()
     worker.transport.close()
-    assert sockets.list_worker_endpoints(worker_directory(worker)) == []
+    assert sockets.list_worker_endpoints(Path(worker.endpoint.removeprefix("ipc://")).parent) == []
     worker.transport.wake()
-
-
-def worker_directory(worker: Worker) -> Path:
-    return Path(worker.endpoint.removeprefix("ipc://")).parent

@@ -15,7 +15,9 @@ def make(max_tokens: int, *emitted: int, **fields) -> ThinkingAutomaton:
     return ThinkingAutomaton(ThinkingBudget(max_tokens=max_tokens, **defaults | fields), emitted)
 
 
-def spent(tokens: list[int], start: tuple[int, ...], end: tuple[int, ...], inside: bool) -> tuple[bool, int, int]:
+def expected_state(
+    tokens: list[int], start: tuple[int, ...], end: tuple[int, ...], inside: bool
+) -> tuple[bool, int, int]:
     """Return whether the text is inside reasoning, the tokens spent there, and the matched length of the end mark."""
     begin = count = 0
     for at in range(1, len(tokens) + 1):
@@ -40,7 +42,7 @@ def test_budget_equals_definition(seed):
     automaton = make(limit, start_ids=start, end_ids=end, open=is_open)
     tokens: list[int] = []
     for _ in range(80):
-        inside, count, matched = spent(tokens, start, end, is_open)
+        inside, count, matched = expected_state(tokens, start, end, is_open)
         if inside and count >= limit:
             assert automaton.forced == end[matched]
             assert automaton.num_free == 0

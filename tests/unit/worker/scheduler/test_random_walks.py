@@ -46,7 +46,7 @@ def _random_submit(rng: random.Random, number: int, max_model_len: int) -> Submi
     return submit
 
 
-def _walk(seed: int, num_requests: int = 24, **options) -> Harness:
+def run_walk(seed: int, num_requests: int = 24, **options) -> Harness:
     rng = random.Random(seed)
     harness = Harness(**options)
     submits: dict[str, Submit] = {}
@@ -95,12 +95,12 @@ def _check_texts(harness: Harness, submit: Submit, aborted: set[tuple[str, int]]
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(8))
 def test_texts_equal_solo_texts_with_enough_pages(seed, depth, caching):
-    harness = _walk(seed, depth=depth, num_pages=200, enable_prefix_caching=caching)
+    harness = run_walk(seed, depth=depth, num_pages=200, enable_prefix_caching=caching)
     assert harness.scheduler.counters.generation_tokens_total > 0
 
 
 def test_few_page_walks_preempt():
-    walks = [_walk(seed, depth=1 + seed % 2, num_pages=24, max_num_seqs=6) for seed in range(8)]
+    walks = [run_walk(seed, depth=1 + seed % 2, num_pages=24, max_num_seqs=6) for seed in range(8)]
     assert sum(walk.scheduler.counters.num_preemptions_total for walk in walks) >= 10
     assert sum(walk.kv.num_evictions for walk in walks) >= 10
 
@@ -109,7 +109,7 @@ def test_few_page_walks_preempt():
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
 def test_texts_equal_solo_texts_with_few_pages(seed, depth, num_groups):
-    _walk(seed, depth=depth, num_groups=num_groups, num_pages=24, max_num_seqs=6)
+    run_walk(seed, depth=depth, num_groups=num_groups, num_pages=24, max_num_seqs=6)
 
 
 @given(
@@ -124,4 +124,4 @@ def test_texts_equal_solo_texts_with_few_pages(seed, depth, num_groups):
 def test_random_engine_configurations_give_the_same_texts(seed, page_size, num_pages, **options):
     # The cache holds as many tokens as the largest request has, for every page size.
     pages = max(num_pages, 96) if page_size == 1 else num_pages
-    _walk(seed, 10, page_size=page_size, num_pages=pages, **options)
+    run_walk(seed, 10, page_size=page_size, num_pages=pages, **options)

@@ -16,7 +16,7 @@ from tests.fakes.fake_executor import VOCAB_SIZE, generate
 from tests.fakes.fake_grammars import FakeGrammars
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
 from tests.unit.worker.scheduler.test_constraints import NINE, GrammarWalk, make_constraints
-from tests.unit.worker.scheduler.test_random_walks import _walk
+from tests.unit.worker.scheduler.test_random_walks import run_walk
 from worker.drafting.proposal import Proposal, Source
 from worker.plan import SampledToken, StepPlan
 from worker.scheduler.plan_builder import PlannedStep
@@ -41,7 +41,7 @@ def walk(monkeypatch, seed, *, skill=0.7, draft_model=False, **options):
         "tests.unit.worker.scheduler.test_random_walks.Harness",
         lambda **kwargs: GuessingHarness(seed, skill=skill, draft_model=draft_model, **kwargs),
     )
-    return _walk(seed, **options)
+    return run_walk(seed, **options)
 
 
 @pytest.mark.parametrize("draft_model", [False, True], ids=["guesses", "draft model"])
@@ -221,7 +221,7 @@ def test_drafts_stay_within_remaining_token_limit():
 @pytest.mark.parametrize(
     ("fields", "drafts"),
     [({}, True), ({"speculative": False}, False), ({"sampling": {"mirostat": 2, "temperature": 1.0}}, False)],
-    ids=["as usual", "not wanted", "mirostat"],
+    ids=["default", "disabled", "mirostat"],
 )
 def test_which_requests_get_drafts(fields, drafts):
     harness = GuessingHarness(skill=1.0)

@@ -18,7 +18,7 @@ def cheap_rows(plan: StepPlan) -> float:
     return 5.0 + 0.01 * plan.num_tokens
 
 
-def dear_rows(plan: StepPlan) -> float:
+def expensive_rows(plan: StepPlan) -> float:
     return 1.0 + 1.0 * plan.num_tokens
 
 
@@ -76,7 +76,7 @@ class TimedHarness(Harness):
         return self.scheduler.counters.spec_decode_num_accepted_tokens_total
 
 
-def counted(monkeypatch, owner: object, name: str) -> list[tuple]:
+def record_calls(monkeypatch, owner: object, name: str) -> list[tuple]:
     """Record the arguments of each later call."""
     calls: list[tuple] = []
     call = getattr(owner, name)
@@ -90,11 +90,11 @@ def counted(monkeypatch, owner: object, name: str) -> list[tuple]:
 
 
 def test_unprofitable_draft_model_is_rarely_used(monkeypatch):
-    harness = TimedHarness(dear_rows, draft_ms=5.0, look_up=True)
+    harness = TimedHarness(expensive_rows, draft_ms=5.0, look_up=True)
     harness.start(8)
     harness.steps(100)
-    asked = counted(monkeypatch, harness.speculator._policy, "num_to_draft")
-    looked = counted(monkeypatch, harness.speculator, "_guess")
+    asked = record_calls(monkeypatch, harness.speculator._policy, "num_to_draft")
+    looked = record_calls(monkeypatch, harness.speculator, "_guess")
     harness.steps(170)
     # Pauses are 16 steps for look-ups and 64 for the draft model, which occasionally takes a step itself.
     assert 2 <= len(asked) <= 12
@@ -108,10 +108,10 @@ def test_unprofitable_draft_model_is_rarely_used(monkeypatch):
 
 
 def test_idle_period_does_not_increase_draft_model_use(monkeypatch):
-    harness = TimedHarness(dear_rows, draft_ms=5.0, look_up=True)
+    harness = TimedHarness(expensive_rows, draft_ms=5.0, look_up=True)
     harness.start(8)
     harness.steps(300)
-    asked = counted(monkeypatch, harness.speculator._policy, "num_to_draft")
+    asked = record_calls(monkeypatch, harness.speculator._policy, "num_to_draft")
     for number in range(8):
         harness.abort(f"r{number}")
     assert harness.scheduler.schedule() is None
@@ -143,7 +143,7 @@ def test_one_lookup_per_row_serves_drafting_and_verification(monkeypatch):
         monkeypatch.setattr(pause, "learn", lambda **_: None)
     harness.start(4)
     harness.steps(10)
-    looked = counted(monkeypatch, harness.speculator, "_guess")
+    looked = record_calls(monkeypatch, harness.speculator, "_guess")
     for _ in range(60):
         looked.clear()
         harness.step()

@@ -26,7 +26,7 @@ class Machine:
         token_ms: Additional duration per prompt token.
         attention: Context length at which a prompt token costs twice as much as at the start.
         noise: Maximum relative deviation of a step's duration.
-        settled: Tokens each stream has when the prompt arrives; 0 means that nothing is learned yet.
+        learned_tokens: Tokens each stream has when the prompt arrives; 0 means that nothing is learned yet.
         hiccup: Factor on the duration of the first step with decoding rows alone.
     """
 
@@ -36,7 +36,7 @@ class Machine:
     noise: float = 0.05
     num_streams: int = 4
     num_prompts: int = 1
-    settled: int = 30
+    learned_tokens: int = 30
     hiccup: float = 1.0
 
     @property
@@ -69,7 +69,7 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
     num_unread = machine.num_prompts
     asked = hiccupped = False
     while num_unread:
-        if not asked and all(counts[name] > machine.settled for name in streams):
+        if not asked and all(counts[name] > machine.learned_tokens for name in streams):
             for index in range(machine.num_prompts):
                 prompt = [3 + index] * PROMPT_TOKENS
                 scheduler.add(make_submit(f"prompt{index}", prompt, sampling={"max_tokens": 1}))
@@ -101,9 +101,9 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
 
 MACHINES = {
     "a small model on two cores": Machine(),
-    "nothing learned yet": Machine(settled=0),
-    "the first measurement is six times too high": Machine(settled=0, hiccup=6.0),
-    "a recent measurement is six times too high": Machine(settled=5, hiccup=6.0),
+    "nothing learned yet": Machine(learned_tokens=0),
+    "the first measurement is six times too high": Machine(learned_tokens=0, hiccup=6.0),
+    "a recent measurement is six times too high": Machine(learned_tokens=5, hiccup=6.0),
     "step times vary by a quarter": Machine(noise=0.25),
     "three prompts at once": Machine(num_prompts=3),
     "one fast stream": Machine(num_streams=1, decode_ms=5.0),

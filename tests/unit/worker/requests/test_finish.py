@@ -7,8 +7,7 @@ import pytest
 from shared.messages import Finish, FinishReason
 from tests.fakes.engine_harness import make_submit
 from worker.kv.manager import SequencePages
-from worker.requests.request import Request
-from worker.requests.stop import finish_after
+from worker.requests.request import Request, finish_after
 
 EOS = 2
 LENGTH = Finish(FinishReason.LENGTH)
