@@ -36,7 +36,7 @@ def run_cascade(case: Case, tensors: Tensors) -> tuple[AttentionWork, DecodeScra
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.batch.name)
-def test_with_decoding_it_is_attention_over_everything(case: Case, device: torch.device) -> None:
+def test_merged_with_decode_equals_full_attention(case: Case, device: torch.device) -> None:
     tensors = case.make_tensors(device)
     geometry = case.batch.geometry()
     work, scratch = run_cascade(case, tensors)
@@ -91,7 +91,7 @@ def prefix(start: int, pages: int) -> list[int]:
     return list(range(start, start + pages))
 
 
-def test_a_shared_prefix_is_found_wherever_its_requests_are() -> None:
+def test_shared_prefix_is_found_for_any_request_order() -> None:
     block_tables, counts = tables(
         [*prefix(1000, 40), 1, 2],
         prefix(2000, 40),
@@ -104,7 +104,7 @@ def test_a_shared_prefix_is_found_wherever_its_requests_are() -> None:
     assert shared_prefixes(block_tables, counts, 16) == [SharedPrefix((0, 2, 3, 6), 35 * 16)]
 
 
-def test_groups_are_as_many_as_save_most() -> None:
+def test_groups_maximize_saved_reads() -> None:
     """Test a batch in which all requests share a short prefix and some share a long one."""
     long, short = prefix(100, 200), prefix(100, 40)
     block_tables, counts = tables(*([*long, i] for i in range(4)), *([*short, 5000 + i] for i in range(4)))
@@ -114,7 +114,7 @@ def test_groups_are_as_many_as_save_most() -> None:
     ]
 
 
-def test_an_unrelated_neighbour_does_not_shorten_a_group() -> None:
+def test_unrelated_request_does_not_shorten_a_group() -> None:
     long = prefix(100, 200)
     block_tables, counts = tables([*prefix(100, 40), 1], *([*long, 300 + i] for i in range(4)))
     assert shared_prefixes(block_tables, counts, 16) == [SharedPrefix((1, 2, 3, 4), 200 * 16)]

@@ -67,7 +67,7 @@ def test_formats_of_other_heads(kv_format: KVFormat, head_dim: int, device: torc
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
-def test_small_values_beside_float16(kv_format: KVFormat, device: torch.device) -> None:
+def test_small_values_with_float16(kv_format: KVFormat, device: torch.device) -> None:
     """Test weights that are too small for float16 after multiplication with the scale of a value."""
     case = Case("small", ((1, 700), (2, 40)), kv_format=kv_format, dtype=torch.float16)
     tensors = make_tensors(case, device)
@@ -97,9 +97,10 @@ def test_reference_is_torch_attention() -> None:
 
 
 @pytest.mark.parametrize("scratch_rows", [64, 0])
-def test_a_row_has_the_same_bits_in_any_batch_and_scratch(scratch_rows: int, device: torch.device) -> None:
-    """Compare a request alone, with its splits merged from scratch, and in a batch, with its splits merged in one
-    item.
+def test_row_is_bitwise_equal_in_any_batch_and_scratch(scratch_rows: int, device: torch.device) -> None:
+    """Compare a request alone, its splits merged from scratch, with the same request in a batch.
+
+    In the batch its splits are merged in one work item.
     """
     requests = ((1, 700), (4, 259), (2, 513))
     case = Case("together", requests, sinks=True, scratch_rows=scratch_rows)

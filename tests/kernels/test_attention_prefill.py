@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kernels.ops.attention_prefill.cases import CASES, FORMATS
 from kernels.ops.attention_prefill.triton import attention_prefill, prefill_tile
 from kernels.ops.attention_work.inputs import AttentionWork, make_work
 from kernels.ops.attention_work.reference import build_work
-from tests.kernels.bits import assert_same_bits
+from tests.kernels.helpers import assert_same_bits
 
 
 def work_of(step: Step, inputs: AttentionInputs) -> AttentionWork:
@@ -51,48 +52,38 @@ def rotated_queries(step: Step) -> torch.Tensor:
     return rotate_and_write(step.qkv, step.pages, step.inputs, step.geometry, step.layer).to(step.qkv.dtype)
 
 
-def rows_of_requests(step: Step) -> torch.Tensor:
-    """Return the rows of the output that belong to a request rather than to padding."""
-    counts = step.inputs.cu_seqlens_q.diff()
-    return (step.inputs.seq_lens > 0).repeat_interleave(counts)
-
-
 def check(step: Step) -> None:
     queries = rotated_queries(step)
     out = run(step, queries)
     wanted = attend(queries.double(), step.pages, step.inputs, step.geometry, step.layer)
-    rows = rows_of_requests(step)
+    # Rows of a request; the others are padding and must not be written.
+    rows = (step.inputs.seq_lens > 0).repeat_interleave(step.inputs.cu_seqlens_q.diff())
     relative, absolute = of_attention(queries.dtype, step.pages.format)
     torch.testing.assert_close(out[rows], wanted[rows].to(out.dtype), rtol=relative, atol=absolute)
     assert out[~rows].isnan().all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_cases(case: Case, device: torch.device) -> None:
-    check(make_step(case, torch.float32, "dense", device))
-
-
-@pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", [CASES[2], CASES[10], CASES[11], CASES[14]], ids=lambda case: case.name)
-def test_formats(case: Case, dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype", "kv_format"),
+    [
+        *((case, torch.float32, "dense") for case in CASES),
+        *itertools.product((CASES[index] for index in (2, 10, 11, 14)), (torch.float16, torch.bfloat16), FORMATS),
+        *itertools.product((CASES[index] for index in (5, 12, 13, 16)), [torch.float32], ("fp8", "int8", "int4")),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+)
+def test_cases_dtypes_and_formats(case: Case, dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> None:
     check(make_step(case, dtype, kv_format, device))
 
 
-@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("case", [CASES[5], CASES[12], CASES[13], CASES[16]], ids=lambda case: case.name)
-def test_formats_and_shapes(case: Case, kv_format: KVFormat, device: torch.device) -> None:
-    check(make_step(case, torch.float32, kv_format, device))
-
-
-def test_float32_cells_beside_bfloat16(device: torch.device) -> None:
+def test_float32_cells_with_bfloat16_queries(device: torch.device) -> None:
     step = make_step(CASES[2], torch.bfloat16, "dense", device)
     check(dataclasses.replace(step, pages=KVPages(step.pages.keys.float(), step.pages.values.float())))
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("dtype", "kv_format"), [(torch.float32, "dense"), (torch.float16, "int8")])
-def test_a_row_is_the_same_in_any_chunk_and_batch(
+def test_row_is_bitwise_equal_in_any_chunk_and_batch(
     dtype: torch.dtype, kv_format: KVFormat, window: int | None, device: torch.device
 ) -> None:
     """Check bitwise equality of tokens computed with another request, in chunks of odd sizes, and one at a time."""
@@ -129,7 +120,7 @@ def test_pages_beyond_the_range_of_32_bits(device: torch.device) -> None:
     assert torch.equal(out, near)
 
 
-def test_a_nan_stays_in_its_request(device: torch.device) -> None:
+def test_nan_stays_within_its_request(device: torch.device) -> None:
     step = make_step(CASES[3], torch.float32, "dense", device)
     step.qkv[40, 3] = float("nan")
     out = run(step, rotated_queries(step))

@@ -25,7 +25,7 @@ def filled(case: Case, build, device: torch.device) -> AttentionWork:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernel_gives_the_list_of_the_loop(case: Case, device: torch.device) -> None:
+def test_kernel_equals_loop(case: Case, device: torch.device) -> None:
     """Check that all lists are equal and that nothing is written after their ends."""
     actual = filled(case, build_work, device)
     expected = filled(case, reference.build_work, torch.device("cpu"))
@@ -43,7 +43,7 @@ def keys_of(work: AttentionWork, case: Case) -> dict[int, list[tuple[int, int]]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_query_has_its_keys_and_scratch_once(case: Case) -> None:
+def test_every_query_has_its_keys_and_scratch_rows_once(case: Case) -> None:
     work = filled(case, reference.build_work, torch.device("cpu"))
     ranges = keys_of(work, case)
     tiles = work.prefill_tiles[: work.counts[1]].tolist()
@@ -82,17 +82,17 @@ def test_splits_of_a_request_do_not_depend_on_the_others(window: int | None, dev
 
 
 @pytest.mark.parametrize("keys", [1, 256, 16_384, 16_385, 131_072, 2**31 - 1])
-def test_split_size_is_the_smallest_that_makes_few_splits(keys: int) -> None:
+def test_split_size_is_smallest_within_split_limit(keys: int) -> None:
     size = split_size(keys)
     assert -(-keys // size) <= MAX_SPLITS
     assert size == split_size(1) or -(-keys // (size // 2)) > MAX_SPLITS
 
 
-def test_queries_that_fill_the_smallest_tile() -> None:
+def test_smallest_tile_query_count() -> None:
     assert [max_decode_queries(32, heads) for heads in (32, 8, 4, 2, 1)] == [16, 4, 2, 1, 1]
 
 
-def test_bound_of_prefill_tiles_holds_the_tiles() -> None:
+def test_prefill_tile_bound_covers_all_tiles() -> None:
     for case in CASES:
         work = filled(case, reference.build_work, torch.device("cpu"))
         num_tokens = sum(queries for queries, _, _ in case.requests)

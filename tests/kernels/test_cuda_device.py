@@ -1,4 +1,4 @@
-"""The worker's device on a GPU: what tests without one see of it is its stand-in (worker/executor/late.py)."""
+"""The worker's CUDA device; tests without a GPU use its stand-in (worker/executor/late.py)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from worker.executor.device import CaptureError, CudaDevice
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def test_downloads_see_what_was_there_whatever_comes_later(device: torch.device) -> None:
-    """In turn, with buffers and events that are used again, and the first one waited for last."""
+def test_downloads_are_not_affected_by_later_work(device: torch.device) -> None:
+    """Test downloads in order, with reused buffers and events, waiting for the first one last."""
     cuda = CudaDevice(device)
     for _ in range(3):
         downloads = []
         for number in range(4):
             values = torch.full((1 << 16,), number, dtype=torch.int64, device=device)
             downloads.append(cuda.download([values, values[:3].float(), values[:0]]))
-            torch.full((1 << 22,), -1, device=device)  # may get the memory of what is freed
+            torch.full((1 << 22,), -1, device=device)  # may reuse the memory of what is freed
             del values
         for number in reversed(range(4)):
             whole, part, nothing = downloads[number].wait()
@@ -27,7 +27,7 @@ def test_downloads_see_what_was_there_whatever_comes_later(device: torch.device)
             assert part.tolist() == [number] * 3 and not nothing.numel()
 
 
-def test_uploads_are_in_order_with_the_work(device: torch.device) -> None:
+def test_uploads_are_ordered_with_device_work(device: torch.device) -> None:
     cuda = CudaDevice(device)
     host = [cuda.pinned((1 << 20,), torch.int32) for _ in range(3)]
     target = torch.empty(1 << 20, dtype=torch.int32, device=device)
@@ -40,7 +40,7 @@ def test_uploads_are_in_order_with_the_work(device: torch.device) -> None:
     assert found.tolist() == [number << 20 for number in range(3)]
 
 
-def test_graphs_share_their_memory_and_read_what_is_there_when_they_are_replayed(device: torch.device) -> None:
+def test_graphs_share_memory_and_read_inputs_at_replay(device: torch.device) -> None:
     cuda = CudaDevice(device)
     static = torch.zeros(1000, device=device)
     double = cuda.capture(lambda: (static @ static, static * 2))
@@ -53,7 +53,7 @@ def test_graphs_share_their_memory_and_read_what_is_there_when_they_are_replayed
         assert [result.item() for result in results] == [1000 * value * value, 2 * value, 3 * value]
 
 
-def test_what_reads_on_the_host_is_not_captured_and_the_next_graph_is(device: torch.device) -> None:
+def test_host_read_prevents_capture_but_not_of_the_next_graph(device: torch.device) -> None:
     cuda = CudaDevice(device)
     static = torch.ones(8, device=device)
     with pytest.raises(CaptureError, match="could not be captured"):
@@ -62,7 +62,7 @@ def test_what_reads_on_the_host_is_not_captured_and_the_next_graph_is(device: to
     assert cuda.download([graph.replay()]).wait()[0].tolist() == [2.0] * 8
 
 
-def test_memory_is_counted(device: torch.device) -> None:
+def test_memory_use_is_reported(device: torch.device) -> None:
     cuda = CudaDevice(device)
     before = cuda.allocated_bytes()
     cuda.reset_peak()

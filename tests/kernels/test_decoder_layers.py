@@ -42,7 +42,7 @@ def shape_of(case: Case) -> Shape:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.attention.name)
-def test_layers_are_those_of_the_reference(case: Case) -> None:
+def test_layers_equal_the_reference(case: Case) -> None:
     torch.manual_seed(1)
     shape, geometry = shape_of(case), case.attention.geometry()
     weights = make_layers(case)
@@ -77,7 +77,7 @@ def test_layers_are_those_of_the_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("requests", [[(1, 190)], [(9, 0), (1, 40)], [(200, 5)]])
-def test_results_do_not_depend_on_the_number_of_threads(
+def test_results_are_independent_of_thread_count(
     requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test thread counts above the number of processors as well, where threads arrive late at most phases."""
@@ -95,7 +95,7 @@ def test_results_do_not_depend_on_the_number_of_threads(
     assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
 
 
-def test_layers_of_different_formats_are_not_one_op() -> None:
+def test_layers_of_different_formats_are_not_fused() -> None:
     case = CASES[0]
     shape = shape_of(case)
     four, eight = make_layers(case), make_layers(Case(case.attention, bits=8, minimum=False))
@@ -104,7 +104,7 @@ def test_layers_of_different_formats_are_not_one_op() -> None:
     assert not supported(shape, [])
 
 
-def test_pages_of_another_kind_are_rejected() -> None:
+def test_pages_of_another_format_are_rejected() -> None:
     case = CASES[0]
     layers = DecoderLayers(shape_of(case), make_layers(case))
     tensors = make_tensors(case.attention, torch.bfloat16, torch.float32)

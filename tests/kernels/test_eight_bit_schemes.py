@@ -1,4 +1,4 @@
-"""FP8, int8 and batch-invariant layers: loading, products, and whole checkpoints against plain torch."""
+"""FP8, int8 and batch-invariant layers: loading, products, and whole checkpoints compared with plain torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.quantize.reference import dequantize, quantize
-from tests.fakes.weights import make_batch, on_device
+from tests.kernels.helpers import logits
 from tests.unit.worker.model.loading.test_eight_bit import opened, quantized, write
-from worker.kv.storage import KVStorage
-from worker.model.decoder import Decoder
 from worker.model.linear import Placement
-from worker.model.loading import ModelFiles
 from worker.quant.dense import DenseScheme, InvariantScheme
 from worker.quant.eight_bit import Fp8Scheme, Int8Scheme
 from worker.quant.raw_weight import Factors, RawWeight
@@ -30,7 +27,15 @@ BF16 = torch.bfloat16
 
 
 def raw_weight(kind: str, num_out: int, width: int, seed: int = 0, input_scale: float | None = None) -> RawWeight:
-    """A weight about 1 / sqrt(width) in size; kind: "fp8 tensor", "fp8 channel", "fp8 blocks" or "int8 channel"."""
+    """Return a raw weight with values of about 1 / sqrt(width).
+
+    Args:
+        kind: "fp8 tensor", "fp8 channel", "fp8 blocks" or "int8 channel".
+        num_out: Number of output features.
+        width: Number of input features.
+        seed: Seed of the values.
+        input_scale: Static activation scale, or None.
+    """
     values = torch.randn((num_out, width), generator=torch.Generator().manual_seed(seed)) / width**0.5
     rows, cols = {"tensor": (num_out, width), "channel": (1, width), "blocks": (128, 128)}[kind.split()[1]]
     name = "int8" if "int8" in kind else "fp8"
@@ -70,7 +75,7 @@ def scheme_for(raws: list[RawWeight], device: torch.device, fixed: bool = False)
 )
 @pytest.mark.parametrize("first", [128, 40])
 def test_products_of_concatenated_parts(kind: str, activation: str, first: int, device: torch.device) -> None:
-    """Activations as they are and as codes; parts that end within a block; rows of one in another order."""
+    """Test unquantized and quantized activations, parts that end within a block, and reordered rows of one part."""
     raws = [raw_weight(kind, first, 272, 1), raw_weight(kind, 33, 272, 2)]
     order = torch.randperm(first, generator=torch.Generator().manual_seed(5))
     scheme = loaded(scheme_for(raws, device), raws, [order, None])
@@ -88,7 +93,7 @@ def test_products_of_concatenated_parts(kind: str, activation: str, first: int, 
         torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
 
 
-def test_blocks_keep_one_scale_for_128_features_where_they_can(device: torch.device) -> None:
+def test_blocks_keep_one_scale_per_128_features_if_possible(device: torch.device) -> None:
     whole = [raw_weight("fp8 blocks", 256, 128 * 3, 1), raw_weight("fp8 blocks", 40, 128 * 3, 2)]
     cut = [whole[1], whole[0]]
     for raws, shape in ((whole, (3, 3)), (cut, (296, 3))):
@@ -96,7 +101,7 @@ def test_blocks_keep_one_scale_for_128_features_where_they_can(device: torch.dev
         assert isinstance(scheme, Fp8Scheme) and tuple(scheme.weight.scales.shape) == shape
 
 
-def test_a_fixed_scale_of_activations_is_the_largest_of_the_parts(device: torch.device) -> None:
+def test_static_activation_scale_is_largest_of_the_parts(device: torch.device) -> None:
     raws = [raw_weight("fp8 tensor", 16, 32, 1, 0.02), raw_weight("fp8 tensor", 16, 32, 2, 0.03)]
     scheme = loaded(scheme_for(raws, device), raws)
     quantization = scheme.input_quantization
@@ -104,7 +109,7 @@ def test_a_fixed_scale_of_activations_is_the_largest_of_the_parts(device: torch.
     assert quantization.scale.tolist() == [[pytest.approx(0.03)]]
 
 
-def test_rows_of_padding_are_zero(device: torch.device) -> None:
+def test_padding_rows_are_zero(device: torch.device) -> None:
     for kind in ("fp8 blocks", "int8 channel"):
         raw = raw_weight(kind, 8, 64)
         scheme = scheme_for([raw], device)
@@ -117,7 +122,7 @@ def test_rows_of_padding_are_zero(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8 channel", "fp8 blocks", "int8 channel", "dense"])
-def test_fixed_rows_do_not_depend_on_the_batch(kind: str, device: torch.device) -> None:
+def test_deterministic_rows_are_independent_of_the_batch(kind: str, device: torch.device) -> None:
     raw = RawWeight("f32", (48, 272), torch.randn(48, 272)) if kind == "dense" else raw_weight(kind, 48, 272)
     fixed = InvariantScheme(BF16, device) if kind == "dense" else scheme_for([raw], device, fixed=True)
     scheme = loaded(fixed, [raw])
@@ -127,7 +132,7 @@ def test_fixed_rows_do_not_depend_on_the_batch(kind: str, device: torch.device) 
         assert torch.equal(scheme.apply(x[rows], None), whole[rows])
 
 
-def test_which_scheme_a_layer_gets() -> None:
+def test_scheme_selection() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     fp8, int8 = raw_weight("fp8 blocks", 8, 256), raw_weight("int8 channel", 8, 256)
     plain = RawWeight("f32", (8, 256), torch.ones(8, 256))
@@ -144,7 +149,7 @@ def test_which_scheme_a_layer_gets() -> None:
 
 
 class PlainScheme(DenseScheme):
-    """The same arithmetic in plain torch: the values of codes, multiplied by the values of codes."""
+    """Scheme with the same arithmetic in plain torch: products of the decoded values."""
 
     def __init__(self, like: LinearScheme, device: torch.device) -> None:
         super().__init__(torch.float32, device)
@@ -170,7 +175,7 @@ class PlainScheme(DenseScheme):
 
 
 class WatchedOps(DecoderOps):
-    """Notes how norms and activations were asked to write."""
+    """Ops that record how norms and activations were asked to write their output."""
 
     def __init__(self) -> None:
         self.asked: list[str | None] = []
@@ -184,24 +189,11 @@ class WatchedOps(DecoderOps):
         return super().activation_and_mul(gate_up, activation, quantization)
 
 
-def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
-    """[18, vocab]: two requests, in a prefill and a decode step."""
-    decoder = Decoder(
-        files.spec, files.weights, dtype=torch.float16, device=device, max_num_tokens=64, max_model_len=64
-    )
-    kv = KVStorage(files.spec, 8, 16, torch.float32, device)
-    steps = [
-        make_batch([(list(range(3, 17)), 0, [0, 1]), ([9, 8], 0, [2])], 16),
-        make_batch([([7], 14, [0, 1]), ([5], 2, [2])], 16),
-    ]
-    return torch.cat([decoder.forward(on_device(step, device), kv) for step in steps])
-
-
 @pytest.mark.parametrize("kind", ["fp8 static", "compressed fp8 channel", "compressed int8"])
-def test_a_checkpoint_gives_the_logits_of_plain_torch(
+def test_checkpoint_logits_equal_plain_torch(
     tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms and activations hand codes to the layers behind them; the products are Triton's or plain torch's."""
+    """Pass codes from norms and activations to the layers behind them, with products by Triton or plain torch."""
     write(tmp_path / "m", kind)
     ops = WatchedOps()
     monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: ops)
@@ -222,15 +214,15 @@ def test_a_checkpoint_gives_the_logits_of_plain_torch(
     assert ops.asked == step * 2
     largest = float(expected.abs().max())
     if "fp8" in kind and device.type == "cuda":
-        # Hopper's sums of FP8 products keep 14 bits. What falls on the other side of a tie changes a code of the next
-        # layer by up to an eighth: single logits may be far off, their mean may not.
+        # Hopper accumulates FP8 products with 14 bits. A value that rounds to the other side of a tie changes a code of
+        # the next layer by up to an eighth: single logits may differ widely, their mean may not.
         assert float((ours.float() - expected.float()).abs().mean()) < 0.02 * largest
         return
     torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02 * largest)
 
 
 class TritonCodes(DecoderOps):
-    """Norms and activations by Triton, attention by plain torch."""
+    """Ops with norms and activations by Triton, and attention by plain torch."""
 
     def __init__(self, device: torch.device) -> None:
         ops = TritonOps(device)
@@ -239,10 +231,10 @@ class TritonCodes(DecoderOps):
 
 
 @pytest.mark.parametrize("kind", ["fp8 static", "compressed int8"])
-def test_triton_writes_the_codes_that_it_multiplies(
+def test_codes_written_by_triton_match_its_products(
     tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rounding that goes the other way changes a code by up to a sixteenth: logits are close in the mean."""
+    """Check mean logits only: a different rounding changes a code by up to a sixteenth."""
     write(tmp_path / "m", kind)
     found = []
 

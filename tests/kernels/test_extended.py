@@ -1,4 +1,4 @@
-"""Rare filters: both implementations against an independent model in Python floats."""
+"""Rare filters: both implementations compared with an independent model in Python floats."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def model(row, params, coin):
         share = entropy / math.log(len(left)) if len(left) > 1 else 0
         temperature = max(low + (high - low) * share ** params["dynatemp_exponent"], 1e-5)
     left = {i: float((np.float32(x) - np.float32(highest)) / np.float32(temperature)) for i, x in left.items()}
-    surprise = surprises(left)
+    total = math.fsum(math.exp(s) for s in left.values())
+    surprise = {i: (math.log(total) - s) / math.log(2) for i, s in left.items()}
     if params["mirostat"] == 2:
         best = min(left, key=lambda i: (-left[i], i))
         left = {i: s for i, s in left.items() if surprise[i] <= params["mu"] or i == best}
@@ -154,11 +155,6 @@ def model(row, params, coin):
 
 def ordered(left):
     return sorted(left, key=lambda i: (-left[i], i))
-
-
-def surprises(left):
-    total = math.fsum(math.exp(s) for s in left.values())
-    return {i: (math.log(total) - s) / math.log(2) for i, s in left.items()}
 
 
 def first(left, count):
@@ -235,7 +231,7 @@ def test_kept_tokens_equal_the_model(name, vocab, step, cpu):
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(49152, 3.0), (50257, 1.0), (4099, 200.0)])
-def test_large_rows_on_the_cpu_keep_what_the_reference_keeps(vocab, spread, cpu):
+def test_large_cpu_rows_keep_the_same_tokens_as_the_reference(vocab, spread, cpu):
     logits, inputs = make(ROWS, vocab, spread=spread)
     expected = logits.clone()
     masses = extended.extend(expected, inputs)
@@ -251,7 +247,7 @@ def test_large_rows_on_the_cpu_keep_what_the_reference_keeps(vocab, spread, cpu)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_unusable_rows_stay_unusable_and_alone(name, cpu):
+def test_unusable_rows_do_not_affect_others(name, cpu):
     logits, inputs = make(ROWS, 99)
     good = logits.clone()
     run = cpu.extend if name == "cpu" else extended.extend
@@ -280,7 +276,7 @@ def test_unusable_rows_stay_unusable_and_alone(name, cpu):
         [5.0] + [-1e4] * 8,
     ],
 )
-def test_extreme_rows_keep_something_finite(name, row, cpu):
+def test_extreme_rows_keep_a_finite_token(name, row, cpu):
     logits, inputs = make(ROWS, 9)
     logits[:] = torch.tensor(row)
     (cpu.extend if name == "cpu" else extended.extend)(logits, inputs)
@@ -293,7 +289,7 @@ def test_extreme_rows_keep_something_finite(name, row, cpu):
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_a_grammar_comes_before_the_filters(name, cpu):
+def test_grammar_is_applied_before_filters(name, cpu):
     run = cpu.extend if name == "cpu" else extended.extend
     logits, inputs = make(ROWS, 77)
     allowed = torch.rand(3, 96, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -314,7 +310,7 @@ def pick(inputs, index):
     return replace(inputs, rows=torch.arange(len(index)), words=inputs.words[index], position=inputs.position[index])
 
 
-def test_rows_are_independent_of_neighbours_and_of_place(cpu):
+def test_rows_are_independent_of_neighbours_and_position(cpu):
     logits, inputs = make(ROWS, 12289)
     together = logits.clone()
     masses = cpu.extend(together, inputs)
@@ -362,7 +358,7 @@ def test_xtc_coin_frequency():
     assert extended.is_xtc_triggered(many).all()
 
 
-def test_rare_filters_are_compiled_at_their_first_use():
+def test_rare_filters_are_compiled_on_first_use():
     ops = CpuSamplingOps(1)
     ops.compile_usual()
     logits, inputs = make(ROWS, 60)
@@ -413,7 +409,7 @@ def test_mirostat_updates_mu(cpu):
     token_ids = logits.argmax(dim=-1)
     failed = ROWS.index({"mirostat": 1, "mu": 3.0})
     token_ids[failed] = -1
-    # The logits' rows have another order than the parameters'.
+    # The rows of the logits are in a different order than those of the parameters.
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(1))
     inputs = replace(inputs, rows=order.argsort())
     mus = extended.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order])

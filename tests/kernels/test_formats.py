@@ -1,4 +1,4 @@
-"""Number formats inside kernels against torch's conversions, over every code."""
+"""Number formats inside kernels compared with torch's conversions, over every code."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def decode_halves(p_codes, p_out, N: tl.constexpr):
     tl.store(p_out + N + o, formats.decode_int4_high(codes, tl.float32))
 
 
-def ways(device: torch.device) -> list[bool]:
+def native_options(device: torch.device) -> list[bool]:
     return [False, True] if native_fp8(device) else [False]
 
 
-def test_every_fp8_code_is_read_as_torch_reads_it(device: torch.device) -> None:
+def test_fp8_decoding_equals_torch(device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     wanted = codes.view(torch.float8_e4m3fn).float()
-    for native in ways(device):
+    for native in native_options(device):
         out = torch.full_like(wanted, 7777.0)
         decode[(1,)](codes.view(torch.float8_e4m3fn) if native else codes, out, 256, native)
         torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_fp8_is_rounded_as_torch_rounds(device: torch.device) -> None:
-    """Random magnitudes, every value, every midpoint between two values (ties to even), and NaN."""
+def test_fp8_rounding_equals_torch(device: torch.device) -> None:
+    """Test random magnitudes, every value, every midpoint between two values (ties to even), and NaN."""
     generator = torch.Generator().manual_seed(0)
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (values[1:] + values[:-1]) / 2
@@ -63,7 +63,7 @@ def test_fp8_is_rounded_as_torch_rounds(device: torch.device) -> None:
     x = torch.cat((exact, -exact, random.clamp(-448, 448)))
     x = torch.cat((x, torch.zeros(4096 - x.numel()))).to(device)
     wanted = x.to(torch.float8_e4m3fn)
-    for native in ways(device):
+    for native in native_options(device):
         codes = torch.full((4096,), 77, dtype=torch.uint8, device=device)
         encode[(1,)](x, codes.view(torch.float8_e4m3fn) if native else codes, 4096, native)
         torch.testing.assert_close(
@@ -72,9 +72,9 @@ def test_fp8_is_rounded_as_torch_rounds(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("x", [449.0, 1e6, float("inf")])
-def test_fp8_is_held_to_its_largest_value(device: torch.device, x: float) -> None:
+def test_fp8_saturates(device: torch.device, x: float) -> None:
     both = torch.tensor([x, -x], device=device)
-    for native in ways(device):
+    for native in native_options(device):
         codes = torch.zeros(2, dtype=torch.uint8, device=device)
         encode[(1,)](both, codes.view(torch.float8_e4m3fn) if native else codes, 2, native)
         assert codes.view(torch.float8_e4m3fn).float().tolist() == [448.0, -448.0]

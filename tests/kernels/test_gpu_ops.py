@@ -1,4 +1,4 @@
-"""GPU operations as a decoder calls them: attention over mixed batches against the reference in float64."""
+"""GPU operations as a decoder calls them: attention over mixed batches compared with a float64 reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.ops.attention.inputs import AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
 from kernels.ops.attention.reference import attend, paged_attention, rotate_and_write
 from kernels.ops.attention_cascade.triton import members_per_tile
-from tests.kernels.bits import assert_same_bits
+from tests.kernels.helpers import assert_same_bits
 
 FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
 
@@ -83,7 +83,7 @@ def test_formats_and_features(case: Case, kv_format: KVFormat, device: torch.dev
     check(case, torch.bfloat16, kv_format, TritonOps(device), device)
 
 
-def test_the_next_layer_finds_what_the_first_one_prepared(device: torch.device) -> None:
+def test_later_layers_reuse_work_of_the_first_layer(device: torch.device) -> None:
     step = make_step(CASES[3], torch.float32, "dense", device)
     ops = TritonOps(device)
     prepared = ops.prepare_attention(step.inputs, step.geometry)
@@ -93,7 +93,7 @@ def test_the_next_layer_finds_what_the_first_one_prepared(device: torch.device) 
 
 @pytest.mark.parametrize(("deterministic", "window"), [(False, None), (True, None), (False, 40)])
 def test_a_shared_prefix(deterministic: bool, window: int | None, device: torch.device) -> None:
-    """Four requests share the pages of the first 512 keys; the batch also has one with its own pages and a prompt."""
+    """Share the pages of the first 512 keys among four requests, in a batch with two unrelated requests."""
     case = dataclasses.replace(
         MIXED, requests=[(1, 520), (1, 540), (2, 513), (1, 530), (1, 520), (5, 0)], window=window
     )
@@ -115,8 +115,8 @@ def test_a_shared_prefix(deterministic: bool, window: int | None, device: torch.
     torch.testing.assert_close(out, wanted, rtol=relative, atol=absolute)
 
 
-def test_steps_of_all_sizes_share_one_object(device: torch.device) -> None:
-    """Buffers grow without losing or mixing those of earlier steps."""
+def test_one_object_handles_steps_of_all_sizes(device: torch.device) -> None:
+    """Check that buffers grow without losing or mixing those of earlier steps."""
     ops = TritonOps(device)
     for requests in ([(1, 5)], [(1, 5), (10, 0)], [(20, 0)], [(1, 9)] * 5, [(1, 5)]):
         check(dataclasses.replace(MIXED, requests=requests), torch.float32, "dense", ops, device)
@@ -135,7 +135,7 @@ def test_buffers_are_kept_between_steps(device: torch.device) -> None:
     assert works[2] is works[3] is works[4]
 
 
-def test_partial_results_without_room_are_computed_in_one_piece(device: torch.device) -> None:
+def test_small_scratch_gives_the_same_result(device: torch.device) -> None:
     step = make_step(CASES[1], torch.float32, "dense", device)
     outs = []
     for rows in (2, 4096):
@@ -146,10 +146,10 @@ def test_partial_results_without_room_are_computed_in_one_piece(device: torch.de
 
 
 @pytest.mark.parametrize(("dtype", "kv_format"), [(torch.float32, "dense"), (torch.bfloat16, "fp8")])
-def test_deterministic_rows_are_the_same_in_any_batch_and_chunk(
+def test_deterministic_rows_are_bitwise_equal_in_any_batch_and_chunk(
     dtype: torch.dtype, kv_format: KVFormat, device: torch.device
 ) -> None:
-    """Compute a request in one chunk beside others, then alone in three chunks, the last a single token."""
+    """Compute a request in one chunk in a batch, then alone in three chunks, the last of one token."""
     case = Case("", [(25, 0), (1, 40), (3, 3)], num_heads=2, num_kv_heads=1, qk_norm=True)
     step = make_step(case, dtype, kv_format, device)
     pages = step.copy_of_pages()
@@ -186,7 +186,7 @@ def test_a_step_without_tokens(device: torch.device) -> None:
     assert ops.paged_attention(step.qkv[:0], step.pages, prepared, step.layer).shape == (0, 3 * 64)
 
 
-def test_the_other_ops_are_the_references(device: torch.device) -> None:
+def test_remaining_ops_equal_the_reference(device: torch.device) -> None:
     ops, reference = TritonOps(device), DecoderOps()
     generator = torch.Generator().manual_seed(0)
     table, delta, residual = (torch.randn((5, 96), generator=generator).to(device) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Experts' layers against their reference in float64."""
+"""Expert layers compared with their float64 reference."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.grouped_linear import cases
 from kernels.ops.grouped_linear import reference as experts_reference
-from kernels.ops.grouped_linear.inputs import ExpertOrder
+from kernels.ops.grouped_linear.reference import ExpertOrder
 from kernels.ops.grouped_linear.triton import MAX_EXPERTS, grouped_linear, order_by_expert
-from tests.kernels.bits import assert_same_bits
-from tests.kernels.last_program import run_only_the_last_program
+from tests.kernels.helpers import assert_same_bits, run_only_the_last_program
 
 
 def assert_same_order(found: ExpertOrder, wanted: ExpertOrder) -> None:
@@ -32,7 +31,7 @@ def test_order(shape: tuple[int, ...], device: torch.device) -> None:
     assert_same_order(order_by_expert(ids, num_experts), experts_reference.order_by_expert(ids, num_experts))
 
 
-def test_order_of_many_programs_without_the_ids_of_others(device: torch.device) -> None:
+def test_order_over_many_programs_ignores_remote_experts(device: torch.device) -> None:
     ids = torch.randint(-2, 12, (650, 2), generator=torch.Generator().manual_seed(1), dtype=torch.int32).to(device)
     order = order_by_expert(ids, 9)
     assert_same_order(order, experts_reference.order_by_expert(ids, 9))
@@ -49,8 +48,8 @@ def test_order_of_no_tokens(device: torch.device) -> None:
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_both_layers_of_experts(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """The first reads a row a token, the second a row a slot and weighs it."""
+def test_both_expert_layers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Check the first layer (one input row per token) and the second (one weighted input row per slot)."""
     num_tokens, top_k, num_experts, width, num_out = shape
     ids = cases.random_routing(num_tokens, top_k, num_experts, torch.Generator(device).manual_seed(1))
     order = order_by_expert(ids, num_experts)
@@ -68,7 +67,7 @@ def test_both_layers_of_experts(shape: tuple[int, ...], dtype: torch.dtype, devi
 
 @pytest.mark.parametrize("per_expert", [16, 128, 200])
 def test_every_tile(per_expert: int, device: torch.device) -> None:
-    """One expert has nearly all tokens, the last one none."""
+    """Give one expert nearly all tokens and the last one none."""
     num_experts = 3
     ids = torch.zeros((per_expert * num_experts, 1), dtype=torch.int32, device=device)
     ids[5::90] = 1
@@ -81,7 +80,7 @@ def test_every_tile(per_expert: int, device: torch.device) -> None:
     torch.testing.assert_close(grouped_linear(x, weight, None, order, None, out), wanted, rtol=rtol, atol=atol)
 
 
-def test_rows_without_an_expert_here_are_left_alone(device: torch.device) -> None:
+def test_rows_without_local_expert_are_unchanged(device: torch.device) -> None:
     ids = torch.tensor([[0, -1], [7, 1]], dtype=torch.int32, device=device)
     order = order_by_expert(ids, 2)
     out = torch.full((4, 8), 5.0, device=device)
@@ -90,7 +89,7 @@ def test_rows_without_an_expert_here_are_left_alone(device: torch.device) -> Non
     assert out[:, 0].tolist() == [16.0, 5.0, 5.0, 16.0]
 
 
-def test_an_invariant_token_is_the_same_in_any_batch(device: torch.device) -> None:
+def test_batch_invariant_token_is_bitwise_equal_in_any_batch(device: torch.device) -> None:
     ids = cases.random_routing(70, 2, 3, torch.Generator(device).manual_seed(1))
     x, weight = random(70, 80, device=device), random(3, 48, 80, device=device)
 
@@ -106,7 +105,7 @@ def test_an_invariant_token_is_the_same_in_any_batch(device: torch.device) -> No
 
 
 def test_offsets_beyond_32_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of experts that fill more than 2**31 values, of which few are ever touched."""
+    """Test the last of experts that fill more than 2**31 values, most of which are never touched."""
     shape = (33, 1 << 11, 1 << 15)
     weight = torch.empty(shape, dtype=torch.float16, device=device)
     weight[-1, -1] = 0.5
@@ -120,14 +119,14 @@ def test_offsets_beyond_32_bits(device: torch.device, monkeypatch: pytest.Monkey
 def test_routing(device: torch.device) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, -1.0, float("-inf"), 0.0]], device=device)
     ids, weights = experts_reference.route(logits, 2, renormalize=False)
-    assert ids.tolist() == [[1, 3], [0, 3]]  # equal ones by lower id
+    assert ids.tolist() == [[1, 3], [0, 3]]  # equal weights are ordered by lower id
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids.long()))
     _, weights = experts_reference.route(logits, 2, renormalize=True)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, device=device))
     assert weights[0].tolist() == [0.5, 0.5]
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_shapes_are_reported(device: torch.device) -> None:
     order = order_by_expert(torch.zeros((4, 2), dtype=torch.int32, device=device), 3)
     weight, out = torch.ones((3, 8, 16), device=device), torch.empty((8, 8), device=device)
     with pytest.raises(ValueError, match=r"experts \[3, 8, 16\] do not fit activations \[4, 32\]"):

@@ -1,4 +1,4 @@
-"""The instructions that unpack integer weights, which the interpreter cannot run: carried out here for every code."""
+"""Instructions that unpack integer weights, which the interpreter cannot run, emulated here for every code."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def packed(values: torch.Tensor, kind: str) -> np.ndarray:
     return values.to(FLOATS[kind]).view(torch.int32).numpy().view(np.uint32).copy()
 
 
-def carry_out(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Runs straight-line PTX on 32-bit registers, each an array over all inputs."""
+def run_ptx(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run straight-line PTX on 32-bit registers, each an array over all inputs."""
     registers = dict(inputs)
     size = next(iter(inputs.values())).shape
 
@@ -67,26 +67,26 @@ def carry_out(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]
             first, second, third = (halves(value(one), "bf16") for one in operands)
             registers[target] = packed(first * second + third, "bf16")
         else:
-            pytest.fail(f"{name} is not known here")
+            pytest.fail(f"{name} is not emulated")
     return registers
 
 
 @pytest.mark.parametrize(("kind", "bias"), [("bf16", 128), ("f16", 1024)])
-def test_nibbles_become_biased_numbers(kind: str, bias: int) -> None:
+def test_nibbles_are_unpacked_to_biased_floats(kind: str, bias: int) -> None:
     texts = (integer_codes.PAIRS_BF16 if kind == "bf16" else integer_codes.PAIRS_FP16).value
     words = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint32)
     for slot, text in enumerate(texts):
-        out = halves(carry_out(text, {"$1": words})["$0"], kind).view(-1, 2)
+        out = halves(run_ptx(text, {"$1": words})["$0"], kind).view(-1, 2)
         codes = torch.from_numpy(words.view(np.uint16).astype(np.int64)).view(-1, 2) >> (4 * slot) & 15
         assert torch.equal(out, bias + codes.float())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_bytes_become_numbers(kind: str) -> None:
+def test_bytes_are_unpacked_to_floats(kind: str) -> None:
     text = (integer_codes.BYTES_BF16 if kind == "bf16" else integer_codes.BYTES_FP16).value
     codes = torch.arange(1024).view(-1, 4) % 256
     codes[128:] = codes[128:].flip(1)
     words = codes.to(torch.uint8).numpy().view(np.uint32).reshape(-1)
-    registers = carry_out(text, {"$2": words})
+    registers = run_ptx(text, {"$2": words})
     out = torch.cat([halves(registers[name], kind).view(-1, 2) for name in ("$0", "$1")], dim=1)
     assert torch.equal(out, codes.float() - 128)

@@ -1,4 +1,4 @@
-"""The judgement of scripts/kernels_report on prepared results, and one run of it."""
+"""Checks of scripts/kernels_report on prepared results, and one complete run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOOPS = """
 """
 
 
-def test_what_only_bounds_an_inner_loop_must_not_be_carried() -> None:
+def test_inner_loop_bounds_must_not_be_loop_carried() -> None:
     assert kernels_report.carried_bounds(_LOOPS) == ("%first",)
     read = _LOOPS.replace("%other = arith.addf %inner, %zero", "%other = tt.splat %first")
     assert kernels_report.carried_bounds(read) == ()  # kept alive by a reader
@@ -102,7 +102,7 @@ def test_operands() -> None:
     assert _problems("gfx942", _product("int8", 64), matrix_instructions=("v_mfma_i32_16x16x32_i8",)) == []
 
 
-def test_reading_what_the_compilers_print() -> None:
+def test_compiler_output_is_parsed() -> None:
     ptx = f"  {WGMMA} {{%f1}}, %rd1, p, 1;\n  {MMA} {{%f1}};\n  {MMA} {{%f2}};\n  // no comma.sync\n"
     assert kernels_report.matrix_instructions(ptx) == (MMA, WGMMA)
     assert kernels_report.matrix_instructions("\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\n") == (MFMA,)
@@ -127,7 +127,7 @@ def test_selection() -> None:
     assert kernels_report.select(listed, "norm", "attention", quick=False) == []
 
 
-def test_a_table_that_cannot_be_read_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_table_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(folder: str, target) -> list[Compilation]:
         if folder == "norm":
             raise KeyError(target)
@@ -141,7 +141,7 @@ def test_a_table_that_cannot_be_read_is_a_failure(monkeypatch: pytest.MonkeyPatc
     assert "KeyError" in lines[0]["problems"][0]
 
 
-def test_a_process_that_the_compiler_ends_costs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_crash_is_reported_as_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import sys; print('noise', flush=True); sys.stdin.readline() and sys.exit(3)"
     monkeypatch.setattr(kernels_report, "compilations", lambda folder, target: [KERNEL])
     compiler = kernels_report.Compiler((sys.executable, "-c", program))
@@ -151,27 +151,26 @@ def test_a_process_that_the_compiler_ends_costs_one_line(monkeypatch: pytest.Mon
     compiler.close()
 
 
-def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(ROOT / "scripts" / "kernels_report"), *arguments],
+def test_complete_run() -> None:
+    """Run the report; the kernels are compiled in a separate process, also when tests are interpreted."""
+    result = subprocess.run(
+        [
+            str(ROOT / "scripts" / "kernels_report"),
+            *("--quick", "--kernel", "embedding", "--target", "sm_90", "--target", "gfx942"),
+        ],
         capture_output=True,
         text=True,
         timeout=55,
         check=False,
-        env=os.environ | environment,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
     )
-
-
-def test_a_run() -> None:
-    """Where the tests are interpreted, too: the kernels are compiled in a process of their own."""
-    result = _run("--quick", "--kernel", "embedding", "--target", "sm_90", "--target", "gfx942", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert sorted(line["target"] for line in lines) == ["gfx942", "sm_90"]
     assert all(line["registers"] > 0 for line in lines)
 
 
-def test_only_problems_are_printed_where_asked(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_only_problems_are_printed_on_request(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     lines = {0: {"problems": []}, 1: {"problems": ["spills"]}}
     monkeypatch.setattr(kernels_report.Compiler, "run", lambda self, task: lines[task.number])
     monkeypatch.setattr(kernels_report, "compilations", lambda folder, target: [KERNEL, KERNEL])

@@ -1,4 +1,4 @@
-"""Batch-invariant linear layers against their reference in float64."""
+"""Batch-invariant linear layers compared with their float64 reference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from kernels.common.tolerances import TOLERANCES
 from kernels.ops.linear_dense import cases
 from kernels.ops.linear_dense import reference as linear_reference
 from kernels.ops.linear_dense.triton import linear_dense
-from tests.kernels.bits import assert_same_bits
-from tests.kernels.last_program import run_only_the_last_program
+from tests.kernels.helpers import assert_same_bits, run_only_the_last_program
 
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
@@ -26,7 +25,7 @@ def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, device: torch.device) -> None:
+def test_row_is_bitwise_equal_in_any_batch(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = cases.random_layer(150, 200, 96, dtype, torch.Generator(device).manual_seed(4))
     whole = linear_dense(x, weight, None)
     for rows in (slice(0, 1), slice(149, 150), slice(3, 40), slice(40, 150)):
@@ -41,7 +40,7 @@ def test_rows_of_a_wider_matrix(device: torch.device) -> None:
 
 
 def test_offsets_beyond_32_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of rows that lie 2**30 values apart, one behind the other in memory that is mostly never touched."""
+    """Test the last of rows that are 2**30 values apart, in memory that is mostly never touched."""
     distance = 1 << 30
     x = torch.empty(2 * distance + 32, dtype=torch.float16, device=device)
     x[2 * distance :] = 1.0
@@ -56,7 +55,7 @@ def test_zero_rows(device: torch.device) -> None:
     assert linear_dense(weight[:0], weight, None).shape == (0, 8)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_shapes_are_reported(device: torch.device) -> None:
     x, weight = torch.ones((2, 16), device=device), torch.ones((8, 32), device=device)
     with pytest.raises(ValueError, match=r"torch.float32 8 x 32 cannot multiply torch.float32 \[2, 16\]"):
         linear_dense(x, weight, None)

@@ -1,4 +1,4 @@
-"""FP8 products against their reference in float64."""
+"""FP8 products compared with their float64 reference."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from kernels.common.tolerances import TOLERANCES
 from kernels.common.triton.launch import native_fp8
 from kernels.ops.linear_fp8 import cases
 from kernels.ops.linear_fp8 import reference as linear_reference
-from kernels.ops.linear_fp8.inputs import Fp8Weight, check
+from kernels.ops.linear_fp8.reference import Fp8Weight, check
 from kernels.ops.linear_fp8.triton import linear_fp8, tile_for
 from kernels.ops.quantize.reference import quantize
-from tests.kernels.bits import assert_same_bits
-from tests.kernels.last_program import run_only_the_last_program
+from tests.kernels.helpers import assert_same_bits, run_only_the_last_program
 
 
 def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
-    """float32 results are as good as Hopper's FP8 units are."""
+    """Compare results; on a GPU, float32 has the tolerance of Hopper's FP8 units."""
     rtol, atol = TOLERANCES[torch.float8_e4m3fn if out.dtype is torch.float32 and out.is_cuda else out.dtype]
     torch.testing.assert_close(out.double(), wanted.double(), rtol=rtol, atol=atol)
 
@@ -42,7 +41,7 @@ def test_products(shape: tuple[int, int, int], kind, activation, device: torch.d
         close(out, linear_reference.linear_fp8(x, weight, bias))
 
 
-def test_every_tile_gives_the_same(device: torch.device) -> None:
+def test_every_tile_configuration_gives_the_same_result(device: torch.device) -> None:
     weight = cases.random_weight("block", 160, 256, torch.Generator(device).manual_seed(4))
     x = random_input(300, 256, "fp8_block", torch.float32, device)
     wanted = linear_reference.linear_fp8(x, weight, None)
@@ -55,7 +54,7 @@ def test_every_tile_gives_the_same(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("kind", "activation"), cases.KINDS[1:3])
-def test_an_invariant_row_is_the_same_in_any_batch(kind, activation, device: torch.device) -> None:
+def test_batch_invariant_row_is_bitwise_equal_in_any_batch(kind, activation, device: torch.device) -> None:
     weight = cases.random_weight(kind, 96, 384, torch.Generator(device).manual_seed(5))
     x = random_input(70, 384, activation, torch.float32, device)
     whole = linear_fp8(x, weight, None, invariant=True)
@@ -65,7 +64,7 @@ def test_an_invariant_row_is_the_same_in_any_batch(kind, activation, device: tor
 
 
 def test_every_code(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a weight, natively and as processors without e4m3fn read it."""
+    """Test every code of a weight, natively and with the conversion for processors without e4m3fn."""
     bits = torch.arange(256, dtype=torch.uint8, device=device)
     bits = bits[(bits & 127) != 127].repeat(16)[: 15 * 256].reshape(15, 256)
     weight = Fp8Weight(bits.view(torch.float8_e4m3fn), torch.full((15,), 0.01, device=device))
@@ -77,7 +76,7 @@ def test_every_code(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_offsets_beyond_32_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last row of a weight of 2 GiB, of which few pages are ever touched."""
+    """Test the last row of a 2 GiB weight, few pages of which are ever touched."""
     width, num_out = 1 << 16, (1 << 15) + 1
     codes = torch.empty((num_out, width), dtype=torch.float8_e4m3fn, device=device)
     codes[-1] = 1.0
@@ -93,7 +92,7 @@ def test_zero_rows(device: torch.device) -> None:
     assert linear_fp8(empty, weight, None).shape == (0, 8)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_shapes_are_reported(device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(5)
     blocks = cases.random_weight("block", 8, 256, generator)
     with pytest.raises(ValueError, match=r"scales \[2, 1\] do not fit an FP8 weight 8 x 256 with scales \[1, 2\]"):

@@ -1,4 +1,4 @@
-"""Int8 products against their reference in float64."""
+"""Int8 products compared with their float64 reference."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kernels.common.quantized import ActivationQuantization, QuantizedActivation
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.linear_int8 import cases
 from kernels.ops.linear_int8 import reference as linear_reference
-from kernels.ops.linear_int8.inputs import MAX_INPUTS, check
+from kernels.ops.linear_int8.reference import MAX_INPUTS, check
 from kernels.ops.linear_int8.triton import linear_int8
 from kernels.ops.quantize.reference import quantize
-from tests.kernels.last_program import run_only_the_last_program
+from tests.kernels.helpers import run_only_the_last_program
 
 
 def random_input(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> QuantizedActivation:
@@ -35,7 +35,7 @@ def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch
         torch.testing.assert_close(out, wanted, rtol=rtol, atol=atol)
 
 
-def test_a_row_is_the_same_in_any_batch(device: torch.device) -> None:
+def test_row_is_bitwise_equal_in_any_batch(device: torch.device) -> None:
     codes, scales = cases.random_weight(96, 384, torch.Generator(device).manual_seed(5))
     x = random_input(280, 384, torch.float32, device)
     whole = linear_int8(x, codes, scales, None)
@@ -54,7 +54,7 @@ def test_the_largest_sums_are_exact(device: torch.device) -> None:
 
 
 def test_offsets_beyond_32_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last row of a weight of 2 GiB, of which few pages are ever touched."""
+    """Test the last row of a 2 GiB weight, few pages of which are ever touched."""
     width, num_out = 1 << 16, (1 << 15) + 1
     codes = torch.empty((num_out, width), dtype=torch.int8, device=device)
     codes[-1] = 3
@@ -69,7 +69,7 @@ def test_zero_rows(device: torch.device) -> None:
     assert linear_int8(empty, codes, scales, None).shape == (0, 8)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_shapes_are_reported(device: torch.device) -> None:
     codes, scales = cases.random_weight(8, 32, torch.Generator(device).manual_seed(5))
     with pytest.raises(ValueError, match=r"torch.int8 \[2, 64\] with scales \[2, 1\] do not fit an int8 weight 8 x 32"):
         linear_int8(random_input(2, 64, torch.float32, device), codes, scales, None)

@@ -1,4 +1,4 @@
-"""Weights in panels on the CPU against products in float64, and the scheme that makes them of a file's formats."""
+"""Panel weights on the CPU compared with float64 products, and the scheme that builds them from a file's formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = [*range(1, 18), FEW_ROWS - 1, FEW_ROWS, FEW_ROWS + 1, 100, CHUNK_ROWS + 1
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("bits", "minimum"), KINDS)
-def test_products_are_those_of_the_values(bits: int, minimum: bool, shape: tuple[int, int]) -> None:
+def test_products_equal_decoded_values(bits: int, minimum: bool, shape: tuple[int, int]) -> None:
     weight = random_weight(shape, bits, minimum=minimum)
     linear = panel_linear(bits, minimum, Result.FLOAT32)
     inputs = torch.randn((max(ROWS), shape[1])).bfloat16()
@@ -32,7 +32,7 @@ def test_products_are_those_of_the_values(bits: int, minimum: bool, shape: tuple
         wanted = reference(inputs, weight, None if given is None else given[: shape[0]])
         for rows in ROWS:
             x, want = inputs[:rows], wanted[:rows]
-            # Of many rows weights are rounded to bfloat16; else the sums alone are not exact.
+            # With many rows, weights are rounded to bfloat16; otherwise only the sums are inexact.
             rounded = rows > FEW_ROWS and bits != 16
             for fixed in (False, True):
                 out = linear(x, weight, given, fixed=fixed)
@@ -42,7 +42,7 @@ def test_products_are_those_of_the_values(bits: int, minimum: bool, shape: tuple
 
 
 @pytest.mark.parametrize(("bits", "minimum"), KINDS)
-def test_a_row_is_the_same_in_every_batch(bits: int, minimum: bool) -> None:
+def test_row_is_bitwise_equal_in_every_batch(bits: int, minimum: bool) -> None:
     weight = random_weight((80, 576), bits, minimum=minimum)
     linear = panel_linear(bits, minimum, Result.BFLOAT16)
     x = torch.randn((CHUNK_ROWS + 40, 576)).bfloat16()
@@ -51,7 +51,7 @@ def test_a_row_is_the_same_in_every_batch(bits: int, minimum: bool) -> None:
         for start in (0, 11):
             part = x[start : start + rows].contiguous()
             assert torch.equal(linear(part, weight, None, fixed=True), whole[start : start + rows])
-    # Without being told so it holds for few rows among few and for many among many.
+    # Without deterministic mode, this holds only within small batches and within large batches.
     few = linear(x[:FEW_ROWS].contiguous(), weight, None)
     assert torch.equal(linear(x[3:4].contiguous(), weight, None), few[3:4])
     many = linear(x, weight, None)
@@ -59,8 +59,8 @@ def test_a_row_is_the_same_in_every_batch(bits: int, minimum: bool) -> None:
     assert torch.equal(linear(part, weight, None), many[13 : 14 + FEW_ROWS])
 
 
-def test_models_of_other_sizes_and_formats_take_turns() -> None:
-    """As a target and its draft do, which share an op where their weights are of one kind."""
+def test_models_of_different_sizes_and_formats_alternate() -> None:
+    """Alternate a target and its draft model, which share an op if their weights have the same format."""
     sizes = [(80, 576, 3), (48, 64, 1), (1024, 64, FEW_ROWS + 9)]
     given = [
         (random_weight(size[:2], bits, minimum=minimum), torch.randn((size[2], size[1])).bfloat16())
@@ -73,7 +73,7 @@ def test_models_of_other_sizes_and_formats_take_turns() -> None:
             assert torch.equal(panel_linear(*weight.kind, Result.FLOAT32)(x, weight, None), expected)
 
 
-def test_one_row_that_is_not_finite_spoils_no_other() -> None:
+def test_non_finite_row_does_not_affect_others() -> None:
     weight = random_weight((64, 64), 4, minimum=True)
     linear = panel_linear(4, True, Result.FLOAT32)
     x = torch.randn((FEW_ROWS + 5, 64)).bfloat16()
@@ -87,13 +87,13 @@ def test_one_row_that_is_not_finite_spoils_no_other() -> None:
         assert torch.equal(out[keep], clean[keep])
 
 
-def test_features_beyond_the_last_are_not_seen() -> None:
+def test_padding_features_are_ignored() -> None:
     weight = random_weight((35, 64), 8, minimum=False)
     out = panel_linear(8, False, Result.FLOAT32)(torch.randn((2, 64)).bfloat16(), weight, None)
     assert out.shape == (2, 35) and out.is_contiguous()
 
 
-def test_codes_of_four_bits_are_those_of_gguf() -> None:
+def test_four_bit_codes_equal_gguf() -> None:
     codes = torch.arange(16, dtype=torch.uint8).view(1, 1, 16) | (15 - torch.arange(16, dtype=torch.uint8)) << 4
     ones, zeros = torch.ones((1, 1), dtype=torch.float16), torch.zeros((1, 1), dtype=torch.float16)
     expected = torch.cat((torch.arange(16.0), torch.arange(15.0, -1.0, -1.0))).double()
@@ -104,7 +104,7 @@ def test_codes_of_four_bits_are_those_of_gguf() -> None:
 
 
 def raw_weight(name: WeightFormat, shape: tuple[int, int]) -> RawWeight:
-    """Random blocks with finite factors."""
+    """Return random blocks with finite scales."""
     data = torch.randint(0, 256, (shape[0], row_bytes(name, shape[1])), dtype=torch.uint8)
     blocks = data.view(shape[0], -1, FORMATS[name].block_bytes)
     halves = 4 if name in ("q4_1", "q5_1") else 2
@@ -127,7 +127,7 @@ def raw_weight(name: WeightFormat, shape: tuple[int, int]) -> RawWeight:
         (("q4_0", "bf16"), (16, False)),
     ],
 )
-def test_a_layer_has_the_values_of_the_file(formats: tuple[WeightFormat, ...], kind: tuple[int, bool]) -> None:
+def test_layer_has_the_values_of_the_file(formats: tuple[WeightFormat, ...], kind: tuple[int, bool]) -> None:
     plain = RawWeight("bf16", (24, 128), torch.randn((24, 128)).bfloat16())
     raws = [plain if name == "bf16" else raw_weight(name, (24, 128)) for name in formats]
     scheme = linear_scheme(torch.bfloat16, torch.device("cpu"), raws)
@@ -149,7 +149,7 @@ def test_a_layer_has_the_values_of_the_file(formats: tuple[WeightFormat, ...], k
     assert scheme.apply(torch.empty((0, 128)).bfloat16(), None).shape == (0, 24 * len(raws))
 
 
-def test_results_that_are_not_rounded() -> None:
+def test_float32_results_are_not_rounded() -> None:
     raw = raw_weight("q8_0", (40, 64))
     scheme = linear_scheme(torch.bfloat16, torch.device("cpu"), [raw], unrounded=True)
     scheme.create_weights(40, 64)
@@ -159,7 +159,7 @@ def test_results_that_are_not_rounded() -> None:
     torch.testing.assert_close(scheme.apply(x, None), x.float() @ raw.dequantize(torch.float32).T, rtol=1e-5, atol=1e-5)
 
 
-def test_what_the_kernel_does_not_cover_has_another_scheme() -> None:
+def test_unsupported_layers_get_another_scheme() -> None:
     cpu = torch.device("cpu")
     assert not isinstance(linear_scheme(torch.float32, cpu, [raw_weight("q4_1", (8, 128))]), PanelScheme)
     assert not isinstance(linear_scheme(torch.bfloat16, cpu, []), PanelScheme)

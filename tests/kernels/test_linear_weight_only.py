@@ -1,4 +1,4 @@
-"""Products with integer weights against the reference in float64."""
+"""Products with integer weights compared with the float64 reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.ops.linear_weight_only.triton import compilations, linear, split_bl
 from kernels.ops.weight_values.cases import Case, make
 from kernels.ops.weight_values.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.ops.weight_values.reference import codes as stored_codes
-from tests.kernels.last_program import run_only_the_last_program
+from tests.kernels.helpers import run_only_the_last_program
 
 
 def name_of(case: Case) -> str:
@@ -29,7 +29,7 @@ def assert_near(out: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the launcher allocates holds NaN until it is written."""
+    """Fill memory that the launcher allocates with NaN."""
     plain = torch.Tensor.new_empty
 
     def poisoned(self: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_packing_keeps_every_code(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_code_times_one_is_itself(bits: int, device: torch.device) -> None:
+def test_every_code_times_one_is_unchanged(bits: int, device: torch.device) -> None:
     codes = torch.arange(1 << bits, dtype=torch.uint8, device=device)[:, None].expand(-1, 32)
     words = empty_words(1 << bits, 32, bits, device)
     pack_rows(words, 0, codes)
@@ -76,22 +76,22 @@ def test_every_code_times_one_is_itself(bits: int, device: torch.device) -> None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_fixed_row_is_the_same_in_any_batch(bits: int, device: torch.device) -> None:
+def test_deterministic_row_is_bitwise_equal_in_any_batch(bits: int, device: torch.device) -> None:
     case = Case(40, 32, 1024, bits=bits, group=128, minimum=True, bias=True)  # type: ignore[arg-type]
     x, weight, bias = make(case, device)
-    assert split_blocks(8, 1, 256) < 8  # so that both ways of adding splits up are compared
+    assert split_blocks(8, 1, 256) < 8  # so that both ways of adding splits are compared
     whole = linear(x, weight, bias, fixed=True)
     for start, stop in ((0, 1), (3, 5), (4, 40)):
         assert torch.equal(linear(x[start:stop], weight, bias, fixed=True), whole[start:stop])
 
 
 def test_rows_apart_and_beyond_32_bit_offsets(device: torch.device) -> None:
-    """Row 2 of x lies 2**31 + 64 elements behind row 0: a wrapped offset would read another row."""
+    """Use rows 2**31 + 64 elements apart, so that a wrapped offset would read another row."""
     case = Case(3, 64, 128)
     x, weight, _ = make(case, device)
     stride = (1 << 30) + 32
     if device.type == "cpu":
-        memory = torch.empty(2 * stride + 128, dtype=torch.bfloat16)  # pages that are not touched take no memory
+        memory = torch.empty(2 * stride + 128, dtype=torch.bfloat16)  # untouched pages take no memory
     else:
         memory = torch.empty(2 * stride + 128, dtype=torch.bfloat16, device=device)
     far = memory.as_strided((3, 128), (stride, 1))
@@ -104,7 +104,7 @@ def test_no_rows(device: torch.device) -> None:
     assert linear(x, weight, bias).shape == (0, 64)
 
 
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_invalid_shapes_are_refused(device: torch.device) -> None:
     x, weight, _ = make(CASES[0], device)
     with pytest.raises(ValueError, match=r"shape \(1, 64\) for a weight of 128 inputs"):
         linear(x[:, :64], weight, None)
@@ -120,16 +120,16 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         empty_words(1, 1, 3, device)
 
 
-def test_splits_depend_on_the_shape_alone_and_fill_the_gpu() -> None:
+def test_splits_depend_only_on_shape_and_fill_the_gpu() -> None:
     for num_out, num_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         chosen = tile(1, 4, False, False)
         per_split = split_blocks(num_in // 128, num_out // chosen.columns, chosen.split_for)
         programs = num_out // chosen.columns * -(-(num_in // 128) // per_split)
-        assert 512 <= programs <= 1188  # many, and all at a time: nine a multiprocessor
+        assert 512 <= programs <= 1188  # many, all at once: nine per multiprocessor
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_compilations_name_each_configuration_once(target: Target) -> None:
+def test_each_configuration_is_compiled_once(target: Target) -> None:
     made = compilations(target)
     names = [(one.kernel, one.configuration) for one in made]
     assert len(set(names)) == len(names)
@@ -139,17 +139,17 @@ def test_compilations_name_each_configuration_once(target: Target) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_very_many_rows_go_by_way_of_the_values(
+def test_large_batches_use_decoded_values(
     has_bias: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(1024, 150, 160, group=32, minimum=True, bias=has_bias)
     monkeypatch.setattr("kernels.ops.linear_weight_only.triton._VALUES_BYTES", 64 * 160 * 2)  # in three parts
-    monkeypatch.setattr("kernels.ops.linear_weight_only.triton.tile", None)  # no other way is taken
+    monkeypatch.setattr("kernels.ops.linear_weight_only.triton.tile", None)  # no other path is taken
     x, weight, bias = make(case, device)
     assert_near(linear(x, weight, bias), reference.linear(x, weight, bias))
 
 
-def test_values_are_multiplied_in_parts_that_begin_at_whole_vectors() -> None:
+def test_parts_of_decoded_values_start_at_vector_boundaries() -> None:
     assert values_step(4096) == 8192
     assert values_step(14336) == 2304
     assert values_step(1 << 24) == 64
@@ -157,9 +157,9 @@ def test_values_are_multiplied_in_parts_that_begin_at_whole_vectors() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_beyond_32_bit_offsets(bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last features' last blocks lie more than 2**31 words behind the first: a wrapped offset reads elsewhere."""
+    """Use blocks more than 2**31 words apart, so that a wrapped offset would read elsewhere."""
     num_out, num_in = 1 << 20, (66 if bits == 4 else 17) * 128
-    words = empty_words(num_out, num_in, bits, device)  # pages that are not touched take no memory on a CPU
+    words = empty_words(num_out, num_in, bits, device)  # untouched pages take no memory on a CPU
     assert words.numel() > 1 << 31
     codes = torch.randint(0, 1 << bits, (64, num_in), dtype=torch.uint8, device=device)
     pack_rows(words, num_out - 64, codes)

@@ -68,7 +68,7 @@ def test_rows_far_apart_and_ids_of_32_bits(device):
     torch.testing.assert_close(result.logprobs.cpu(), expected.logprobs, rtol=RTOL, atol=ATOL)
 
 
-def test_no_rows_and_no_likeliest_tokens(by_kernels):
+def test_no_rows_and_no_top_tokens(by_kernels):
     logits, token_ids = make_case(3, 40, 0.0)
     empty = by_kernels(logits[:0], token_ids[:0], 5)
     assert empty["logprobs"].shape == (0,) and empty["top_ids"].shape == (0, 5)
@@ -129,7 +129,7 @@ def test_invalid_arguments_are_rejected(device):
 
 
 @pytest.mark.parametrize("num_top", [1, 3, 5])
-def test_zeros_of_both_signs_are_equal(num_top, by_kernels):
+def test_zeros_of_both_signs_rank_equally(num_top, by_kernels):
     logits = torch.tensor([[-1.0, 0.0, -0.0, 0.0, -2.0, -0.0]])
     result = by_kernels(logits, torch.tensor([2]), num_top)
     assert result["top_ids"].tolist() == [[1, 2, 3, 5, 0][:num_top]]

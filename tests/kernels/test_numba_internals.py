@@ -1,4 +1,4 @@
-"""The private parts of numba that the CPU kernels use."""
+"""Availability of the private numba helpers that the CPU kernels use."""
 
 import ast
 import pathlib
@@ -11,7 +11,7 @@ numba_internals = pytest.importorskip("kernels.common.cpu.numba_internals")
 
 
 def test_numba_still_has_the_helpers():
-    """An ImportError names what is missing; a kernel test would fail inside a compilation."""
+    """Import the helpers directly, so that an ImportError names the missing one."""
     assert all(callable(getattr(numba_internals, name)) for name in numba_internals.__all__)
 
 

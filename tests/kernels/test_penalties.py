@@ -1,4 +1,4 @@
-"""Biases, masks and penalties in place, bit for bit against the reference."""
+"""Biases, masks and penalties applied in place, bitwise equal to the reference."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_adjustments(width, vocab, dtype, device):
     reference.adjust(expected, inputs)
     result = logits.to(device, copy=True)
     TritonSamplingOps(device).adjust(result, adjustments_on(inputs, device))
-    # Bit for bit equal: entries of a repeated id are added in order.
+    # Bitwise equal, because entries of a repeated id are added in order.
     assert torch.equal(result.cpu(), expected)
     assert not torch.equal(expected, logits)
 
@@ -59,7 +59,7 @@ def test_adjustments_interleaved_in_one_table(device):
 
 
 @pytest.mark.parametrize("num_tables, width", [(9, 9), (1, 1)])
-def test_the_cpu_adjusts_as_the_reference_does(num_tables, width, cpu):
+def test_cpu_adjustments_equal_the_reference(num_tables, width, cpu):
     inputs = adjustments(1, width, 20, torch.int32, num_tables)
     table = torch.stack((inputs.ids, inputs.values.view(torch.int32), inputs.until), dim=-1)
     values = table.view(torch.float32)[:, :, 1]
@@ -72,7 +72,7 @@ def test_the_cpu_adjusts_as_the_reference_does(num_tables, width, cpu):
     assert (result != 1.0).any()
 
 
-def test_entries_apply_below_their_limit(device):
+def test_table_entries_apply_below_the_length_limit(device):
     inputs = AdjustInputs(
         ids=torch.tensor([[2, 2, 4, 0]], device=device),
         values=torch.tensor([[1.0, float("-inf"), 0.5, 9.0]], device=device),
@@ -135,7 +135,7 @@ def test_extra_ids_count_like_table_entries(num_rows, vocab, num_extra, cpu, dev
     assert torch.equal(inputs.output_counts, kept)
 
 
-def test_a_slot_far_into_the_table(device):
+def test_slot_beyond_32_bit_offsets(device):
     """Address slot x vocab beyond 2**31, in tables of which only the slot's pages are touched."""
     inputs = penalties(1, 4096)
     slot = 2**31 // 4096 + 1

@@ -15,7 +15,7 @@ from kernels.ops.rope_kv.cases import CASES, FORMATS
 from kernels.ops.rope_kv.triton import rope_kv
 
 LARGEST_ERROR = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7}
-"""Difference of two adjacent codes, relative to a cell's largest value: a float32 sum may round a tie the other way."""
+"""Difference of two adjacent codes relative to a cell's largest value; a float32 sum may round a tie differently."""
 
 
 def values_of(pages: KVPages) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def test_dtypes(dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
-def test_codes_of_values_are_the_references(kv_format: KVFormat, device: torch.device) -> None:
+def test_value_codes_equal_the_reference(kv_format: KVFormat, device: torch.device) -> None:
     """Check values, which are only quantized, for bitwise equality."""
     step = make_step(CASES[0], torch.float32, kv_format, device)
     expected = step.copy_of_pages()
@@ -65,7 +65,7 @@ def test_codes_of_values_are_the_references(kv_format: KVFormat, device: torch.d
     torch.testing.assert_close(step.pages.value_scales, expected.value_scales, rtol=0, atol=0, equal_nan=True)
 
 
-def test_dense_cells_of_float32_beside_bfloat16(device: torch.device) -> None:
+def test_float32_cells_with_bfloat16_inputs(device: torch.device) -> None:
     step = make_step(CASES[0], torch.bfloat16, "dense", device)
     pages = KVPages(step.pages.keys.float(), step.pages.values.float())
     check(dataclasses.replace(step, pages=pages))

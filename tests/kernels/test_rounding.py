@@ -1,4 +1,4 @@
-"""Sums that float32 holds exactly reach a half precision result rounded once: to nearest, ties to even."""
+"""Exact float32 sums must be rounded once to half precision: to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.common.quantized import QuantizedActivation
 from kernels.ops.attention_decode.cases import Case, make_tensors
 from kernels.ops.grouped_linear.triton import grouped_linear, order_by_expert
 from kernels.ops.linear_dense.triton import linear_dense
-from kernels.ops.linear_fp8.inputs import Fp8Weight
+from kernels.ops.linear_fp8.reference import Fp8Weight
 from kernels.ops.linear_fp8.triton import linear_fp8
 from kernels.ops.linear_int8.triton import linear_int8
 from kernels.ops.linear_weight_only.triton import linear
@@ -26,7 +26,7 @@ def integers(low: int, high: int, *shape: int) -> torch.Tensor:
 
 
 def assert_rounded(out: torch.Tensor, exact: torch.Tensor) -> None:
-    """Bit for bit, of sums of which some were rounded up."""
+    """Check bitwise equality with the rounded sums, some of which were rounded up."""
     wanted = exact.to(out.dtype)
     assert (wanted.double().abs() > exact.abs()).any()
     assert torch.equal(out.cpu(), wanted)
@@ -34,7 +34,7 @@ def assert_rounded(out: torch.Tensor, exact: torch.Tensor) -> None:
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    """[3, WIDTH] integers whose products with one-digit integers add up to more than bfloat16 holds."""
+    """Return [3, WIDTH] integers whose products with one-digit integers sum to more than bfloat16 can hold."""
     return integers(-7, 9, 3, WIDTH)
 
 
@@ -75,21 +75,21 @@ def packed_integers(weight: torch.Tensor, scale: float, device: torch.device) ->
     return PackedWeight(words, scales, None, 4, 128, WIDTH, new_counters(FEATURES, device))
 
 
-@pytest.mark.parametrize("rows", [3, 40, 70])  # a split by few rows, one by many, and none
+@pytest.mark.parametrize("rows", [3, 40, 70])  # splits for few rows, for many rows, and none
 def test_weight_only(rows: int, weight: torch.Tensor, device: torch.device) -> None:
     x = integers(-7, 9, rows, WIDTH)
     out = linear(x.bfloat16().to(device), packed_integers(weight, 1.0, device), None)
     assert_rounded(out, x @ weight.T)
 
 
-def test_values_of_weights(weight: torch.Tensor, device: torch.device) -> None:
+def test_decoded_weights(weight: torch.Tensor, device: torch.device) -> None:
     scale = 1 + 3 * 2.0**-9
     values = values_of(packed_integers(weight, scale, device), 0, FEATURES, torch.bfloat16)
     assert_rounded(values, weight * scale)
 
 
 def test_decoding_attention(device: torch.device) -> None:
-    """Queries of zeros: the mean of two values of each head."""
+    """Use zero queries, so that the result is the mean of each head's two values."""
     case = Case("two keys", ((1, 2),), num_heads=2, num_kv_heads=2, dtype=torch.bfloat16)
     tensors = make_tensors(case, device)
     tensors.query.zero_()

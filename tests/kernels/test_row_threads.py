@@ -27,7 +27,7 @@ def count_rows(claims: Any, counts: Any) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 10_000])
-def test_every_row_is_done_once(num_threads: int, num_rows: int) -> None:
+def test_every_row_is_processed_once(num_threads: int, num_rows: int) -> None:
     threads = RowThreads(num_threads, "test")
     counts = np.zeros(num_rows + 1, dtype=np.int64)
     for _ in range(20):

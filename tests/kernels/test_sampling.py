@@ -1,4 +1,4 @@
-"""Sampling on the CPU against the reference, and the reference against an independent model."""
+"""CPU sampling compared with the reference, and the reference compared with an independent model."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from kernels.ops.sampling.philox import MAX_NOISE, gumbel_noise
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_cpu_kernel_samples_the_reference_ids(case, cpu):
+def test_cpu_kernel_samples_the_reference_ids(case, cpu):
     for seed in range(3):
         logits, inputs = make_case(case, seed)
         kept = logits.clone()
@@ -51,7 +51,7 @@ def sort_and_sum(row, temperature, top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("step", [0.0, 0.5])
-def test_filters_keep_what_a_sort_keeps(step):
+def test_filters_equal_sorting(step):
     rows = ((0.7, 5, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.2), (1.5, 9, 0.6, 0.05), (1.0, 3, 0.01, 0.0))
     logits, inputs = make_case(SamplingCase("", 10, 53, 2.0, rows, step=step))
     highest = logits.amax(dim=-1, keepdim=True)
@@ -71,7 +71,7 @@ def test_filters_break_ties_by_the_lowest_id(cpu):
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_an_unusable_row_fails_alone(name, cpu):
+def test_unusable_row_fails_alone(name, cpu):
     ops = cpu if name == "cpu" else reference
     logits, inputs = make_case(SamplingCase("", 8, 131, 3.0, CASES[0].rows))
     good = ops.sample(logits, inputs)
@@ -113,7 +113,7 @@ def test_noise_is_standard_gumbel_and_finite():
     assert 17.3 < largest < MAX_NOISE
 
 
-def test_rows_are_independent_of_neighbours_and_of_place(cpu):
+def test_rows_are_independent_of_neighbours_and_position(cpu):
     logits, inputs = make_case(CASES[2])
     together = cpu.sample(logits, inputs)
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Sampling kernels of the GPU, or in Triton's interpreter, against the reference."""
+"""GPU sampling kernels, also in Triton's interpreter, compared with the reference."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_ids_equal_the_reference_on_a_whole_vocabulary(device):
 
 
 @pytest.mark.parametrize("spread, step", [(0.3, 0.0), (2.5, 0.25), (40.0, 0.0)])
-def test_borders_beyond_the_candidates_are_found_in_the_row(spread, step, tiny_splits, device):
+def test_filter_borders_beyond_the_candidates_are_found(spread, step, tiny_splits, device):
     case = SamplingCase("", len(FILTERS), 300, spread, FILTERS, step=step)
     logits, inputs = make_case(case)
     assert torch.equal(sample(logits, inputs, device), reference.sample(logits, inputs))
@@ -81,7 +81,7 @@ def test_ids_agree_over_many_positions(tiny_splits, device):
 
 
 @pytest.mark.parametrize("vocab", [40, 200])
-def test_equal_logits_pass_by_lowest_id(vocab, tiny_splits, device):
+def test_equal_logits_are_kept_by_lowest_id(vocab, tiny_splits, device):
     rows = ((1.0, 3, 1.0, 0.0), (1.0, 0, 0.1, 0.0), (1.0, 0, 0.5, 0.5), (1.0, 33, 0.5, 0.0))
     logits = torch.zeros(8, vocab)
     _, inputs = make_case(SamplingCase("", 8, vocab, 1.0, rows))
@@ -99,7 +99,7 @@ def test_greedy_and_unfiltered_batches(device):
     assert torch.equal(sample(logits, greedy, device), logits.argmax(dim=-1))
 
 
-def test_an_unusable_row_fails_alone(tiny_splits, device):
+def test_unusable_row_fails_alone(tiny_splits, device):
     logits, inputs = make_case(SamplingCase("", 8, 150, 3.0, CASES[0].rows))
     good = sample(logits, inputs, device)
     bad = logits.clone()
@@ -204,7 +204,7 @@ def test_parameters_are_read_from_tables_of_32_bits(tiny_splits, cpu, device):
     assert torch.equal(TritonSamplingOps(device).sample(logits.to(device), tables).cpu(), expected)
 
 
-def test_rows_2_to_the_31_elements_apart(device):
+def test_rows_beyond_32_bit_offsets(device):
     logits, inputs = make_case(SamplingCase("", 2, 200, 2.0, ((0.8, 9, 0.9, 0.0), (1.0, 0, 1.0, 0.0))))
     apart = torch.empty(2**31 + 300, device=device).as_strided((2, 200), (2**31 + 64, 1))
     apart.copy_(logits)
@@ -313,7 +313,7 @@ def test_vectors_of_the_documentation(seed, choice, position, token_id, word, no
     assert result[0].item() == torch.tensor(noise).item()
 
 
-def test_noise_is_the_reference_s_and_below_its_bound(device):
+def test_noise_equals_reference_and_is_bounded(device):
     first, key = 48128, torch.tensor([[0xDEADBEEF], [0xFEDCBA98]])
     position, choice = torch.tensor([0x7FFFFFFF]), torch.tensor([127])
     result = torch.full((2, 1024), float("nan"), device=device)

@@ -105,7 +105,7 @@ def test_add_rms_norm(stream: torch.dtype, dtype: torch.dtype, has_delta: bool, 
             _assert_like(out, wanted, how, dtype)
 
 
-def test_the_norm_of_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+def test_norm_of_a_row_is_independent_of_its_batch(device: torch.device) -> None:
     residual = _random((9, 576), torch.bfloat16, device)
     weight = torch.ones(576, device=device)
     together = dense(norm.add_rms_norm(None, residual, weight, 1e-5, torch.bfloat16))
@@ -221,7 +221,7 @@ def test_every_code_and_its_ties(format: ActivationFormat, device: torch.device)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_nan_and_infinity_show_in_the_row_or_block_where_they_are(device: torch.device) -> None:
+def test_nan_and_infinity_stay_in_their_row_or_block(device: torch.device) -> None:
     for how in _every_format(device)[1:]:
         assert how is not None
         for bad in (float("nan"), float("inf")):
@@ -243,7 +243,7 @@ def test_tiny_rows_do_not_become_infinite(device: torch.device) -> None:
         assert (values - 1e-36).abs().max() < 1e-35
 
 
-def test_wrong_input_is_named(device: torch.device) -> None:
+def test_invalid_input_is_reported(device: torch.device) -> None:
     x = torch.ones((2, 8), device=device)
     weight = torch.ones(8, device=device)
     with pytest.raises(ValueError, match="at most 32768"):

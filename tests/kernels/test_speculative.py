@@ -1,4 +1,4 @@
-"""Verification of drafts: implementations against the reference, and the reference against its specification."""
+"""Draft verification: implementations compared with the reference, and the reference with its specification."""
 
 import math
 from dataclasses import replace
@@ -57,7 +57,7 @@ class OnDevice:
         return self._ops.reject(logits.to(self._device), inputs.on(self._device), DraftInputs(*moved)).cpu()
 
 
-def test_rows_are_kept_up_to_the_first_that_differs():
+def test_rows_are_kept_up_to_the_first_rejection():
     ids = torch.tensor([5, 6, 7, 5, 9, 7, -1, 6, -2, 4, 3, 3])
     drafts = torch.tensor([5, 6, -1, 5, 6, -1, 5, 6, -1, -1, 3, -1])
     kept, accepted = reference.verify(ids, drafts, torch.tensor([0, 3, 6, 8, 9, 10, 10], dtype=torch.int32))
@@ -102,7 +102,7 @@ def test_rejection(case, ops):
 
 
 @pytest.mark.parametrize("spread, step", [(0.3, 0.0), (1.5, 0.5)])
-def test_borders_beyond_the_candidates_are_found_in_the_row(spread, step, monkeypatch, device):
+def test_filter_borders_beyond_the_candidates_are_found(spread, step, monkeypatch, device):
     """Use many splits with few candidates, so that a small vocabulary exercises every path."""
     monkeypatch.setattr(triton_splits, "split", lambda vocab, num_lanes=32: Split(128, 3, 4, 16, 1))
     rows = (*CASES[0].rows[1:], (5.0, 250, 0.999, 0.0), (1.0, 200, 1.0, 0.0))
@@ -117,7 +117,7 @@ def test_borders_beyond_the_candidates_are_found_in_the_row(spread, step, monkey
     torch.testing.assert_close(ops.probabilities(logits, inputs), shares, rtol=1e-5, atol=1e-9)
 
 
-def test_the_cases_accept_and_reject():
+def test_cases_include_acceptance_and_rejection():
     logits, inputs, drafts = make_rejection(CASES[0])
     has_one = drafts.token_ids >= 0
     accepted = reference.reject(logits, inputs, drafts) == drafts.token_ids
@@ -199,7 +199,7 @@ def test_ids_stay_inside_the_vocabulary(vocab, ops):
             assert set(ids_of_row.tolist()) == {NOTHING_LEFT if value == float("-inf") else NOT_USABLE}
 
 
-def test_a_grammar_and_tables(ops):
+def test_grammar_and_penalty_tables(ops):
     logits, inputs, drafts = make_rejection(SamplingCase("", 16, 70, 1.5, CASES[0].rows), 4)
     words = torch.randint(-(2**31), 2**31, (16, 3), generator=torch.Generator().manual_seed(5)).int()
     mask_rows = torch.where(torch.arange(16) % 3 == 0, -1, torch.arange(16).flip(0))
@@ -292,7 +292,7 @@ def test_tokens_have_the_target_distribution(kind, parameters, cpu):
     ids = sampling.sample(of_draft.expand(NUM_SEEDS, -1), drawn_as)
     chances = reference.probabilities(of_draft.unsqueeze(0), first_row(drawn_as)).float()
     if kind in ("one-hot", "NaN", "zeros"):
-        ids = torch.full_like(ids, 1)  # a look-up proposes its token whatever the noise
+        ids = torch.full_like(ids, 1)  # a look-up proposes the same token for any noise
         chances = torch.full_like(chances, NAN if kind == "NaN" else 0.0)
     rows = torch.full_like(ids, -1 if kind == "one-hot" else 0)
     drafts = DraftInputs(torch.full_like(ids, -1)) if kind == "none" else DraftInputs(ids, chances, rows)

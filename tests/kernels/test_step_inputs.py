@@ -1,4 +1,4 @@
-"""Step inputs: the CPU code and the kernels against the reference."""
+"""Step inputs: the CPU code and the kernels compared with the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPS = {"cpu": CpuStepOps, "triton": TritonStepOps}
 @pytest.fixture(params=OPS)
 def ops_class(request, device):
     if request.param == "cpu" and device.type != "cpu":
-        pytest.skip("numpy works on the CPU's memory")
+        pytest.skip("numpy requires CPU memory")
     return OPS[request.param]
 
 
@@ -44,7 +44,7 @@ def test_step_inputs(case: Case, ops_class, device):
     assert torch.equal(outputs[0], outputs[1])  # both leave words that belong to no request poisoned
 
 
-def test_the_reference_on_a_step_small_enough_to_read(device):
+def test_reference_on_a_small_step(device):
     layout = StepLayout(2, 8, token_stride=9, num_groups=1, max_pages=4, page_size=2, max_adjustments=1, max_tail=64)
     buffers = poisoned(layout, device)
     layout.token_ids.of(buffers.state)[1] = torch.arange(50, 59)
@@ -73,7 +73,7 @@ def segments_of(buffers: StepBuffers, changes: list[tuple[int, list[int]]]) -> t
     return at, len(changes), max(len(words) for _, words in changes)
 
 
-def test_apply_diffs_changes_these_words_and_no_others(ops_class, device):
+def test_apply_diffs_changes_only_the_given_words(ops_class, device):
     layout = StepLayout(4, 8, 1500, 1, 8, 16, 2, max_tail=8192)
     changes = [(5, [1]), (1500, list(range(1500))), (3001, [9, 8, 7]), (layout.state_words - 2, [4, 5]), (40, [])]
     states = []
@@ -105,10 +105,10 @@ def test_append_writes_ids_and_zero_for_a_failed_request(num_sampled, ops_class,
         assert torch.equal(buffers.state.cpu(), wanted)
 
 
-def test_words_beyond_2_to_the_31(device):
+def test_words_beyond_31_bit_offsets(device):
     """Use a state of 9 GiB, almost all of it untouched, in which row 4 starts after word 2**31."""
     if device.type != "cpu":
-        pytest.skip("memory of the CPU costs nothing until it is touched")
+        pytest.skip("untouched memory is free only on the CPU")
     layout = StepLayout(5, 4, token_stride=2**29, num_groups=1, max_pages=4, page_size=2**27, max_adjustments=1)
     assert layout.tables.at > 2**31
     buffers = StepBuffers.__new__(StepBuffers)

@@ -1,4 +1,4 @@
-"""DRY, bad words and allowed ids: both implementations against brute force."""
+"""DRY, bad words and allowed ids: both implementations compared with brute force."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_bad_words_equal_brute_force(ops):
 
 
 @pytest.mark.parametrize("vocab", [1, 32, 45, 1000])
-def test_only_allowed_ids_stay(vocab, ops):
+def test_only_allowed_ids_are_kept(vocab, ops):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(6, vocab, generator=generator)
     allowed = torch.rand(3, vocab, generator=generator) < 0.4

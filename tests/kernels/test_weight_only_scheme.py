@@ -1,4 +1,4 @@
-"""Quantized weights of every source kept as integers: products and whole models against the same weights made dense."""
+"""Integer weights of every source format: products and whole models compared with the same weights made dense."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import torch
 
 from kernels.backends.reference import DecoderOps
 from kernels.common.tolerances import TOLERANCES
-from tests.fakes.weights import make_batch, on_device
+from tests.kernels.helpers import logits
 from tests.unit.worker.model.loading.test_gptq_awq import Made, opened, write
-from worker.kv.storage import KVStorage
-from worker.model.decoder import Decoder
 from worker.model.linear import Placement
-from worker.model.loading import ModelFiles
 from worker.quant.dense import DenseScheme
 from worker.quant.raw_weight import Factors, RawWeight, slice_columns
 from worker.quant.select import linear_scheme
@@ -46,7 +43,7 @@ def from_codes(
 
 
 def check(raws: list[RawWeight], device: torch.device, dtype: torch.dtype = torch.bfloat16, rows: int = 3) -> None:
-    """Loads the parts, the first in another order, and compares the product with that of the dense values."""
+    """Load the parts, the first one reordered, and compare the product with that of the dense values."""
     num_in = raws[0].shape[1]
     assert WeightOnlyScheme.accepts(dtype, raws)
     scheme = WeightOnlyScheme(dtype, device, raws, fixed=False)
@@ -72,7 +69,7 @@ def test_gguf_formats(name: str, dtype: torch.dtype, device: torch.device) -> No
     check([from_gguf(name, 40, 96)], device, dtype)
 
 
-def test_formats_of_one_layer_may_differ(device: torch.device) -> None:
+def test_parts_of_one_layer_may_have_different_formats(device: torch.device) -> None:
     check([from_gguf("q4_0", 24, 256, 1), from_gguf("q8_0", 8, 256, 2), from_gguf("q5_1", 8, 256, 3)], device)
     check([from_codes(24, 256, 4, 128, 1), from_codes(8, 256, 4, 64, 2)], device)
     check([from_codes(24, 256, 4, 0, 1), from_codes(8, 256, 8, 128, 2)], device)
@@ -84,7 +81,7 @@ def test_codes_in_groups(bits: int, group: int, device: torch.device) -> None:
     check([from_codes(40, 256, bits, group, group)], device)
 
 
-def test_inputs_in_another_order(device: torch.device) -> None:
+def test_reordered_inputs(device: torch.device) -> None:
     raw = from_codes(40, 128, 4, 32, 1, shuffled=True)
     check([raw], device)
     other = from_codes(24, 128, 4, 32, 2, shuffled=True)
@@ -92,7 +89,7 @@ def test_inputs_in_another_order(device: torch.device) -> None:
     assert not WeightOnlyScheme.accepts(torch.bfloat16, [raw, from_codes(24, 128, 4, 32, 2)])
 
 
-def test_scales_that_float16_cannot_hold_stay_float32(device: torch.device) -> None:
+def test_scales_outside_float16_range_stay_float32(device: torch.device) -> None:
     raw = from_codes(40, 128, 4, 32, 1, scales=torch.float32)
     scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=False)
     scheme.create_weights(40, 128)
@@ -111,7 +108,7 @@ def test_symmetric_weights_have_no_minimums(device: torch.device) -> None:
         assert scheme.weight.minimums is None and scheme.weight.scales.dtype == torch.float16
 
 
-def test_rows_of_padding_are_zero(device: torch.device) -> None:
+def test_padding_rows_are_zero(device: torch.device) -> None:
     raw = from_gguf("q4_1", 8, 64)
     scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=True)
     scheme.create_weights(12, 64)
@@ -122,7 +119,7 @@ def test_rows_of_padding_are_zero(device: torch.device) -> None:
     assert out[:, :8].all() and not out[:, 8:].any()
 
 
-def test_what_becomes_dense() -> None:
+def test_which_weights_become_dense() -> None:
     good = from_codes(8, 256, 4, 128, 1)
     plain = RawWeight("f32", (8, 256), torch.ones(8, 256))
     assert WeightOnlyScheme.accepts(torch.float16, [good])
@@ -136,31 +133,18 @@ def test_what_becomes_dense() -> None:
         WeightOnlyScheme(torch.bfloat16, torch.device("cpu"), [plain], fixed=False)
 
 
-def test_the_cpu_makes_weights_dense() -> None:
+def test_cpu_weights_become_dense() -> None:
     good = from_codes(8, 256, 4, 128, 1)
     assert not isinstance(linear_scheme(torch.bfloat16, torch.device("cpu"), [good]), WeightOnlyScheme)
     on_gpu = linear_scheme(torch.bfloat16, torch.device("cuda"), [good], deterministic=True)
     assert isinstance(on_gpu, WeightOnlyScheme)
 
 
-def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
-    """[18, vocab]: two requests, in a prefill and a decode step."""
-    decoder = Decoder(
-        files.spec, files.weights, dtype=torch.float16, device=device, max_num_tokens=64, max_model_len=64
-    )
-    kv = KVStorage(files.spec, 8, 16, torch.float32, device)
-    steps = [
-        make_batch([(list(range(3, 17)), 0, [0, 1]), ([9, 8], 0, [2])], 16),
-        make_batch([([7], 14, [0, 1]), ([5], 2, [2])], 16),
-    ]
-    return torch.cat([decoder.forward(on_device(step, device), kv) for step in steps])
-
-
 @pytest.mark.parametrize("kind", ["gptq", "desc_act", "awq"])
-def test_a_checkpoint_gives_the_logits_of_its_dense_weights(
+def test_checkpoint_logits_equal_dense_weights(
     tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain torch around the integers' product, which is Triton's."""
+    """Run the model with integer products by Triton and everything else in plain torch."""
     monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: DecoderOps())
     config: dict[str, Any] = {"quant_method": "awq" if kind == "awq" else "gptq", "bits": 4, "group_size": 32}
 
@@ -180,7 +164,7 @@ def test_a_checkpoint_gives_the_logits_of_its_dense_weights(
     expected = logits(opened(tmp_path / "m"), device)
     monkeypatch.setattr(Placement, "scheme", scheme)
     ours = logits(opened(tmp_path / "m"), device)
-    # Where each projection has an order of its own, those that share an input stay dense.
+    # If each projection has its own input order, projections that share an input stay dense.
     assert kept == ["u4"] * (4 if kind == "desc_act" else 8)
     torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
     assert torch.equal(ours.argmax(dim=-1), expected.argmax(dim=-1))

@@ -1,4 +1,4 @@
-"""Values of integer weights against the reference in float64."""
+"""Decoded integer weights compared with the float64 reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.ops.weight_values.triton import compilations, values_of
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.num_out}x{case.num_in}-int{case.bits}-g{case.group}")
-def test_values_are_those_of_the_reference(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_equal_the_reference(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weight, _ = make(case, device)
     plain = torch.Tensor.new_empty
 
@@ -24,11 +24,11 @@ def test_values_are_those_of_the_reference(case: Case, device: torch.device, mon
     for first, last in ((0, case.num_out), (5, case.num_out - 2), (case.num_out - 1, case.num_out)):
         values = values_of(weight, first, last, case.dtype)
         assert values.shape == (last - first, case.num_in) and values.dtype == case.dtype
-        # A value halfway between two others may go either way after float32.
+        # A value halfway between two others may round either way after float32.
         torch.testing.assert_close(values, reference.values_of(weight, first, last, case.dtype), rtol=unit, atol=1e-7)
 
 
-def test_compilations_name_each_configuration_once() -> None:
+def test_each_configuration_is_compiled_once() -> None:
     made = compilations("sm_90")
     assert len({one.configuration for one in made}) == len(made)
     for one in made:
