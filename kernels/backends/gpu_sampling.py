@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from kernels.backends.reference import SamplingOps, SpeculativeOps
-from kernels.common.triton.scratch import Scratch
+from kernels.common.triton.launch import Scratch
 from kernels.ops.logprobs import triton as logprobs_kernels
 from kernels.ops.logprobs.reference import LogprobTensors
 from kernels.ops.penalties import triton as penalty_kernels

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from scripts._bench.gpu_check_child import ROOT, error_text
 
 # Part of the device name -> bytes per second, bfloat16 operations per second that the vendor's library reaches.

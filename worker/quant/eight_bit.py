@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.common.quantized import BLOCK, ActivationQuantization, Activations, QuantizedActivation
-from kernels.ops.linear_fp8 import inputs as fp8_inputs
-from kernels.ops.linear_int8 import inputs as int8_inputs
+from kernels.ops.linear_fp8 import reference as fp8_reference
+from kernels.ops.linear_int8 import reference as int8_reference
 from worker.quant.raw_weight import CodeFormat, RawWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -71,7 +71,7 @@ class Fp8Scheme(_EightBitScheme):
 
     _code_dtype = torch.float8_e4m3fn
 
-    weight: fp8_inputs.Fp8Weight
+    weight: fp8_reference.Fp8Weight
     """Weight for the kernel, available after `after_load`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight], fixed: bool) -> None:
@@ -111,8 +111,8 @@ class Fp8Scheme(_EightBitScheme):
                 fixed = torch.full((1, 1), max(self._input_scales), device=self._device)
                 self.input_quantization = ActivationQuantization("fp8_tensor", fixed)
         scales = scales.contiguous()
-        fp8_inputs.check(self._codes, scales)
-        self.weight = fp8_inputs.Fp8Weight(self._codes, scales)
+        fp8_reference.check(self._codes, scales)
+        self.weight = fp8_reference.Fp8Weight(self._codes, scales)
         self._codes = self._scales = torch.empty(0)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
@@ -135,14 +135,14 @@ class Int8Scheme(_EightBitScheme):
     @staticmethod
     def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
         """Return True if a layer of these parts can be kept in int8; otherwise it is dense."""
-        if not _are_codes(dtype, raws, "int8") or raws[0].shape[1] > int8_inputs.MAX_INPUTS:
+        if not _are_codes(dtype, raws, "int8") or raws[0].shape[1] > int8_reference.MAX_INPUTS:
             return False
         return not any(_in_blocks(raw) for raw in raws)
 
     def after_load(self) -> None:
         """Validate the codes for the kernel once; they keep their layout."""
         self._scales = self._scales[:, 0].contiguous()
-        int8_inputs.check(self._codes, self._scales)
+        int8_reference.check(self._codes, self._scales)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x @ weight.T + bias; activations that are not codes are quantized first."""

@@ -14,8 +14,7 @@ from worker.kv.manager import KVManager
 from worker.plan import NOTHING_LEFT, SampledToken, ScheduledTokens, StepPlan, StepResult
 from worker.requests.constraint import Constraint, Constraints, nothing_left
 from worker.requests.embedding import Embedding
-from worker.requests.request import Request, Status, check_length
-from worker.requests.stop import FINISH_EMBEDDED, FINISH_LENGTH, finish_after
+from worker.requests.request import FINISH_EMBEDDED, FINISH_LENGTH, Request, Status, check_length, finish_after
 from worker.scheduler.budget import StepBudget
 from worker.scheduler.output_queue import OutputQueue
 from worker.scheduler.plan_builder import PlannedStep

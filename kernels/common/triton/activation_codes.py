@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from kernels.common.quantized import BLOCK, ActivationFormat, ActivationQuantization, Activations, QuantizedActivation
+from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import NATIVE_FP8, Target
 from kernels.common.triton.formats import encode_fp8, encode_int8
 from kernels.common.triton.launch import INTERPRETED, native_fp8
-from kernels.common.triton.rounding import rounded
 
 LARGEST: dict[str, float] = {
     "fp8_tensor": 448.0,

@@ -6,7 +6,7 @@ choose on that target. The first one represents all in the quick run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,3 +52,22 @@ class Compilation:
     spills_allowed: int = 0
     unaligned: frozenset[str] = field(default_factory=frozenset)
     multiples: frozenset[str] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One launch with a relevant shape.
+
+    Attributes:
+        name: Kernel and shape, for people.
+        runs: The same work on different tensors, used in turn, so that none is in the cache.
+        num_bytes: Minimum traffic with the GPU's memory.
+        num_operations: Floating-point operations of the matrix products.
+        speed: Maximum speed of these products relative to bfloat16: 2 for fp8 and int8.
+    """
+
+    name: str
+    runs: tuple[Callable[[], object], ...]
+    num_bytes: int
+    num_operations: int = 0
+    speed: float = 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from kernels.common.triton.rounding import rounded
+from kernels.common.triton.arithmetic import rounded
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from kernels.common.triton.activation_codes import (
     signature_of,
     store_tile,
 )
+from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
-from kernels.common.triton.rounding import rounded
 from kernels.ops.activation.reference import Activation
 
 _MAX_EXPONENT = tl.constexpr(88.0)  # exp stays finite in float32

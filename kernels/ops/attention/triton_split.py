@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import LOG2_E, rounded, scaled_scores
 from kernels.common.triton.formats import decode_cells, decode_int4_high, decode_int4_low
-from kernels.common.triton.rounding import rounded
-from kernels.common.triton.scores import LOG2_E, scaled_scores
 
 
 @triton.jit

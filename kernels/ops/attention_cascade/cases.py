@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.attention.cascade import CascadeWork, SharedPrefix, cascade_work
 from kernels.ops.attention_decode.cases import Case as DecodeCase
 from kernels.ops.attention_decode.cases import Tensors, make_tensors

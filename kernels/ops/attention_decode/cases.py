@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages, quantize_cells
 from kernels.ops.attention_work.inputs import AttentionWork, DecodeScratch, make_scratch, make_work, max_decode_queries

@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import LOG2_E, rounded, tanh
 from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Product, Target
 from kernels.common.triton.formats import decode_cells, decode_int4_high, decode_int4_low
 from kernels.common.triton.launch import NAMED_TYPES, TRITON_TYPES, Variant, native_fp8, nearest_target, product_type
-from kernels.common.triton.rounding import rounded
-from kernels.common.triton.scores import LOG2_E, tanh
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
 from kernels.ops.attention.triton_cells import cell_pointer, cells_of, scale_strides, weight_type

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.attention_work.inputs import AttentionWork, make_work
 
 

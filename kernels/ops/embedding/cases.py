@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 
 # (tokens, rows of the table, width)
 SHAPES = [(3, 0, 40), (0, 5, 64), (1, 1, 1), (7, 11, 127), (33, 50, 576), (3, 9, 5000)]

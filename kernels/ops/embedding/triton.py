@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
-from kernels.common.triton.rounding import rounded
 
 
 @functools.cache

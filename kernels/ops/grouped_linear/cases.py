@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.grouped_linear import reference
 
 # (tokens, top_k, experts, inputs, output features)

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.common.triton.compilations import Compilation, Product, Target
 from kernels.common.triton.launch import NAMED_TYPES, Variant, product_type
 from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
-from kernels.ops.grouped_linear.inputs import ExpertOrder
+from kernels.ops.grouped_linear.reference import ExpertOrder
 
 MAX_EXPERTS = 1024
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 
 # (rows, inputs, output features)
 SHAPES = [(1, 16, 1), (1, 100, 40), (3, 272, 33), (65, 144, 96), (130, 256, 192), (5, 48, 8200)]

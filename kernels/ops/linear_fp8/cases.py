@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from kernels.common.quantized import BLOCK, ActivationFormat, ActivationQuantization
-from kernels.common.triton.benchmark import Benchmark
-from kernels.ops.linear_fp8.inputs import Fp8Weight
+from kernels.common.triton.compilations import Benchmark
+from kernels.ops.linear_fp8.reference import Fp8Weight
 from kernels.ops.quantize.reference import quantize
 
 # (rows, inputs, output features)

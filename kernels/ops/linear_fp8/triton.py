@@ -13,7 +13,7 @@ from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Target
 from kernels.common.triton.formats import decode_fp8
 from kernels.common.triton.launch import INTERPRETED, Variant, native_fp8
 from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
-from kernels.ops.linear_fp8.inputs import Fp8Weight
+from kernels.ops.linear_fp8.reference import Fp8Weight
 
 _GROUP = 8
 _FP_FUSION = True
@@ -175,7 +175,7 @@ def linear_fp8(
 
     Args:
         x: The activations.
-        weight: The weight; inputs.check accepted it when it was created.
+        weight: The weight; reference.check accepted it when it was created.
         bias: [N], or None.
         invariant: Use one tile for any number of rows.
         out: [T, N] contiguous, to write to.

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from kernels.common.quantized import ActivationQuantization
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.quantize.reference import quantize
 
 # (rows, inputs, output features)

@@ -97,7 +97,7 @@ def linear_int8(
 
     Args:
         x: The activations.
-        codes: [N, K] int8; inputs.check accepted codes and scales when they were created.
+        codes: [N, K] int8; reference.check accepted codes and scales when they were created.
         scales: [N] float32.
         bias: [N], or None.
         out: [T, N] contiguous, to write to.

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.weight_values.cases import LAYERS, Case, make
 from kernels.ops.weight_values.layout import num_groups
 

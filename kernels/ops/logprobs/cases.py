@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 
 # (rows, vocabulary, number of likeliest tokens, multiple to which logits are rounded, to make some equal; 0: none)
 SHAPES = [

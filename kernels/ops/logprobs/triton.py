@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
 from kernels.common.triton.compilations import Compilation, Target
-from kernels.common.triton.ordered import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
 from kernels.ops.logprobs.reference import LOWEST_LOGPROB, MAX_TOP, LogprobTensors, empty_logprobs
 
 _NO_TOKEN = tl.constexpr(2**31 - 1)

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.common.triton.activation_codes import LARGEST, outputs, signature_of, store_tile
+from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import NAMED_TYPES, TRITON_TYPES, Variant
-from kernels.common.triton.rounding import rounded
 
 MAX_WIDTH = 32768
 """Maximum row width. A row stays in registers between the computation of the mean and the scaling."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.sampling.inputs import PenaltyInputs
 
 

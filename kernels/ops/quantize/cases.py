@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.common.quantized import ActivationFormat, ActivationQuantization
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 
 FORMATS: tuple[ActivationFormat, ...] = ("fp8_tensor", "fp8_token", "fp8_block", "int8_token")
 # (rows, width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.attention.cases import Case, make_step
 from kernels.ops.attention.kv_pages import KVFormat
 

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Target
 from kernels.common.triton.formats import encode_fp8, encode_int4, encode_int8
 from kernels.common.triton.launch import Variant, native_fp8
-from kernels.common.triton.rounding import rounded
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import LARGEST, KVFormat, KVPages
 from kernels.ops.attention.triton_cells import cell_pointer, cells_of, scale_strides

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import order_of
 from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
-from kernels.common.triton.ordered import order_of
 from kernels.ops.sampling.inputs import SamplingInputs
 from kernels.ops.sampling.triton_filters import (
     ALL,

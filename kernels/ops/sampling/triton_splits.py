@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import INFINITY, MINUS_INFINITY, NONE, number_of
 from kernels.common.triton.compilations import Compilation, Target
-from kernels.common.triton.ordered import INFINITY, MINUS_INFINITY, NONE, number_of
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT, SamplingInputs
 from kernels.ops.sampling.triton_filters import ALL, cut_of
 from kernels.ops.sampling.triton_random import NO_TOKEN

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.sampling.cases import SamplingCase, make_case
 from kernels.ops.sampling.inputs import SamplingInputs
 from kernels.ops.speculative import reference

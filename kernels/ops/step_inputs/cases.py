@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from kernels.ops.weight_values.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 
 # Layers of Llama-3.1-8B: output features and inputs.

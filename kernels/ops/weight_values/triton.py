@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import Compilation, Product, Target
 from kernels.common.triton.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
 from kernels.common.triton.launch import INTERPRETED, NAMED_TYPES, Variant, product_type
-from kernels.common.triton.rounding import rounded
 from kernels.ops.weight_values.layout import PackedWeight, group_constant
 
 _COLUMNS = 64  # output features of a program
