@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from kernels.common.triton.benchmark import Benchmark
+from kernels.common.triton.compilations import Benchmark
 from scripts._bench import gpu_check, gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_tests
 from scripts._bench.gpu_check_child import Child
 from scripts._bench.gpu_check_kernels import Roofline
