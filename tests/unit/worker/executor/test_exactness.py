@@ -63,7 +63,7 @@ class KnownGuesses(Guesses):
         done = len(request.token_ids) - request.num_prompt_tokens
         right = text[done : done + limit]
         guessed = [token if self._rng.random() < self._skill else self._rng.randrange(96) for token in right]
-        return Proposal(guessed, Source.LOOKUP, [0.5] * len(guessed)) if guessed else None
+        return Proposal(guessed, Source.LOOKUP, 0.5) if guessed else None
 
 
 def guessing(monkeypatch, name: str, texts: dict, seed: int = 0, **options) -> TinyServer:
@@ -209,7 +209,7 @@ def test_non_finite_drafts_do_not_affect_other_tokens(late, monkeypatch):
     monkeypatch.setattr(
         server.scheduler._speculator,
         "_guess",
-        lambda _, limit: Proposal([BROKEN] * limit, Source.LOOKUP, [0.9] * limit),
+        lambda _, limit: Proposal([BROKEN] * limit, Source.LOOKUP, 0.9),
     )
     guessed = server.scheduler.counters
     for one in (plain, server):

@@ -211,7 +211,7 @@ class Foresight(Guesses):
         right = self._texts[request.request_id, request.choice][0][done : done + limit]
         right += [EOS, *range(3, 3 + limit)][: limit - len(right)]
         guessed = [token if self._rng.random() < 0.8 else self._rng.randrange(VOCAB) for token in right]
-        return Proposal(guessed, Source.LOOKUP, [0.5] * len(guessed))
+        return Proposal(guessed, Source.LOOKUP, 0.5)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
