@@ -69,7 +69,7 @@ def test_failed_installation_is_reported_with_remedy(setup, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     lines = errors.splitlines()
-    assert lines[0] == f"setup: making .venv with {tmp_path}/python3.11"
+    assert lines[0] == f"setup: creating .venv with {tmp_path}/python3.11"
     assert lines[1].startswith("setup: 1 of 4: ") and lines[2] == "no matching distribution"
     assert "PIP_INDEX_URL" in lines[-1]
     assert not (tmp_path / "checkout/.venv/pelton-setup-stamp").exists()
@@ -78,7 +78,7 @@ def test_failed_installation_is_reported_with_remedy(setup, tmp_path):
 def test_stages_are_numbered_and_missing_model_is_named(setup, tmp_path):
     process = setup("works")
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "does not carry SmolLM2-135M-Instruct.Q4_1.gguf" in errors.splitlines()[-1]
+    assert process.returncode == 1 and "does not contain SmolLM2-135M-Instruct.Q4_1.gguf" in errors.splitlines()[-1]
     assert [line[7:13] for line in errors.splitlines() if " of 4: " in line] == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     # pip is quiet without a terminal.
     assert all("install -qq " in line for line in (tmp_path / "checkout/pip.log").read_text().splitlines())
@@ -89,25 +89,25 @@ def test_interrupted_setup_returns_130_and_can_be_resumed(setup, tmp_path):
     wait_for(tmp_path / "checkout/hangs")
     second = setup("fails")
     assert second.stderr is not None
-    assert second.stderr.readline() == "setup: another set-up runs here; waiting for its end\n"
+    assert second.stderr.readline() == "setup: another set-up is running here; waiting for it to finish\n"
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.endswith("setup: interrupted; scripts/setup goes on where it stopped\n")
+    assert errors.endswith("setup: interrupted; run scripts/setup again to continue\n")
     _, errors = second.communicate(timeout=60)
-    assert "making .venv" not in errors and "1 of 4" in errors
+    assert "creating .venv" not in errors and "1 of 4" in errors
 
 
 def test_given_python_is_used_or_rejected(setup, tmp_path):
     other = tmp_path / "other"
     shutil.copy(tmp_path / "python3.11", other)
     _, errors = setup("fails", PYTHON=str(other)).communicate(timeout=60)
-    assert f"making .venv with {other}\n" in errors
+    assert f"creating .venv with {other}\n" in errors
     shutil.rmtree(tmp_path / "checkout/.venv")
     process = setup("fails", PYTHON="/bin/false")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors == "setup: error: PYTHON=/bin/false is no Python 3.11, 3.12 or 3.13 with venv\n"
+    assert errors == "setup: error: PYTHON=/bin/false is not Python 3.11, 3.12 or 3.13 with venv\n"
 
 
 def test_venv_of_another_python_is_rejected(setup, tmp_path):
@@ -118,7 +118,7 @@ def test_venv_of_another_python_is_rejected(setup, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors == (
-        f"setup: error: PYTHON={other} is not what .venv is made with, {tmp_path}/python3.11: remove .venv first\n"
+        f"setup: error: PYTHON={other} is not the interpreter of .venv, which is {tmp_path}/python3.11: remove .venv first\n"
     )
     _, errors = setup("fails", PYTHON=str(tmp_path / "python3.11")).communicate(timeout=60)
-    assert "making .venv" not in errors and "1 of 4" in errors
+    assert "creating .venv" not in errors and "1 of 4" in errors
