@@ -98,7 +98,7 @@ def place_slots_kernel(
 ):
     """Write each slot to its position.
 
-    After the slots of experts with smaller ids and after earlier slots of its expert.
+    The position is after the slots of experts with smaller ids and after earlier slots of the same expert.
     """
     i_program = tl.program_id(0)
     o_expert = tl.arange(0, NUM_EXPERTS)
@@ -236,8 +236,7 @@ def grouped_linear(
     """Compute the layers of all experts; see reference.py for the other arguments.
 
     All tensors are contiguous; x, weight, bias and out have one dtype. With `invariant`, one tile is used for any
-    number of
-    tokens.
+    number of tokens.
 
     Raises:
         ValueError: The shapes do not fit together.

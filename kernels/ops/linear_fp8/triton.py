@@ -90,8 +90,7 @@ def linear_fp8_kernel(
     ROWS_PER_SCALE is 0 for one scale per output feature, else the number of features of a block.
 
     in_sixteens is the number of inputs / 16, which tells the compiler that rows are aligned. stride_x_scale is 0 if
-    one
-    scale holds for all rows. CONVERTED: codes are converted to PRODUCT first.
+    one scale holds for all rows. CONVERTED: codes are converted to PRODUCT first.
     """
     in_features = in_sixteens * 16
     i_m, i_n = tile_of_program(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N), GROUP)

@@ -327,7 +327,6 @@ def panel_linear(bits: int, minimum: bool, result: Result) -> PanelLinear:
     """Return the operation, one for all layers and models of a process.
 
     It is compiled, or read from numba's cache, at its first use. It keeps no state between calls except memory that
-    grows.
-    Only one call may run at a time, so all calls come from the engine's thread.
+    grows. Only one call may run at a time, so all calls come from the engine's thread.
     """
     return PanelLinear(bits, minimum, result)

@@ -175,8 +175,7 @@ def dot(
     """Compute tile[r, lane] = sum over k of x[r, k] * weight[lane, k], float32, for `rows` rows.
 
     Literals: bits, 4, 8 or 16; minimum, 1 if blocks have one; rows. x: bfloat16, rows x_bytes apart. sums: the sums of
-    x
-    over each block, float32, rows sums_bytes apart; read if minimum is 1. panel: see layout. Instead of rows beyond
+    x over each block, float32, rows sums_bytes apart; read if minimum is 1. panel: see layout. Instead of rows beyond
     num_rows, the last one is read again; tile has space for all.
     """
     choice = bits.literal_value, bool(minimum.literal_value), rows.literal_value

@@ -177,8 +177,7 @@ def many_rows_kernel(
     Weights are the left operand, which stays in registers.
 
     With one scale for a block or more, codes are multiplied as integers. Otherwise each weight is computed in float32
-    and
-    rounded once to PRODUCT.
+    and rounded once to PRODUCT.
     """
     WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK
     ASM_HERE: tl.constexpr = ASM and BITS == 4  # a left operand's bytes are not adjacent in a register
@@ -369,11 +368,10 @@ def _variant(
 
 
 def values_step(num_in: int) -> int:
-    """Return the number of output features that are multiplied through their values at once.
+    """Return the number of output features whose values are written and multiplied at once.
 
-    Whole tiles of the vendor's product.
-
-    If columns of `out` did not begin at multiples of 16 bytes, it would choose kernels of a third of the speed.
+    These are whole tiles of the vendor's product. If columns of `out` did not begin at multiples of 16 bytes, the
+    vendor's library would choose kernels of a third of the speed.
     """
     return max(_VALUES_TILE, _VALUES_BYTES // (2 * num_in) // _VALUES_TILE * _VALUES_TILE)
 
