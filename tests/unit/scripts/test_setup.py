@@ -118,7 +118,8 @@ def test_venv_of_another_python_is_rejected(setup, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors == (
-        f"setup: error: PYTHON={other} is not the interpreter of .venv, which is {tmp_path}/python3.11: remove .venv first\n"
+        f"setup: error: PYTHON={other} is not the interpreter of .venv, which is {tmp_path}/python3.11: "
+        "remove .venv first\n"
     )
     _, errors = setup("fails", PYTHON=str(tmp_path / "python3.11")).communicate(timeout=60)
     assert "creating .venv" not in errors and "1 of 4" in errors
