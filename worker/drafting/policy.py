@@ -240,6 +240,6 @@ def _is_fair(gains: Sequence[tuple[float, int]], credits: Sequence[float | None]
     for gain, index in gains:
         expected[index] -= gain
     return all(
-        own / slowdown - 1.0 >= -(FORGIVEN if credit is None else MAX_LAG + credit)
+        own / slowdown - 1.0 >= -max(FORGIVEN if credit is None else MAX_LAG + credit, 0.0)
         for own, credit in zip(expected, credits)
     )

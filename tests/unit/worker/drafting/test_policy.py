@@ -169,6 +169,7 @@ def test_drafts_of_others_do_not_slow_a_row_for_long():
     assert sum(_choose(_trained(gpu), [predictable, None, None, None])) == 7
     # A row with negative credit prevents neither drafts that cost it nothing nor its own drafts.
     assert _choose(_trained(lambda rows: 5.0), [predictable, None], credit=-MAX_LAG)[0] == 7
+    assert _choose(_trained(lambda rows: 5.0), [predictable, None], credit=-2 * MAX_LAG)[0] == 7
     assert sum(_choose(_trained(cpu), [predictable], credit=-MAX_LAG)) >= 3
 
 
