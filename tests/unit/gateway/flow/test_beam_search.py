@@ -121,7 +121,7 @@ def test_one_beam_that_stops_early_is_greedy(model):
 
 
 def test_a_full_width_finds_the_best_of_all_sequences(model):
-    """As many beams as there are prefixes find the best hypotheses."""
+    """Check that as many beams as there are prefixes find the best hypotheses."""
     allowed = 5  # of the vocabulary, so that all sequences can be tried
 
     def of(ids):

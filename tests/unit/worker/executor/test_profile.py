@@ -78,7 +78,7 @@ def test_the_memory_of_a_decode_step_is_reserved_for_graphs():
 
 
 def test_speculation_profiles_the_step_that_samples_the_most_tokens():
-    """That step computes eight rows of logits per request; other steps compute one."""
+    """Check a step that computes eight rows of logits per request; other steps compute one."""
     gpu = Gpu()
     measure(gpu, speculative_method="ngram")
     assert [plan.num_tokens for plan in gpu.plans] == [1024, 64, 8]
