@@ -27,7 +27,7 @@ def client(server) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_without_a_store(client, stream):
-    """Use the API as Codex does: store nothing, and send back all output items, encrypted reasoning and call results."""
+    """Store nothing and send back all output items, encrypted reasoning and call results, as Codex does."""
     asked: dict[str, Any] = {
         "model": MODEL,
         "instructions": "Be kind.",

@@ -9,6 +9,9 @@ import triton.language as tl
 
 from kernels.common.triton.arithmetic import rounded
 
+_GROUP = 8
+"""Row tiles that adjacent programs take of one column tile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -19,6 +22,11 @@ class Tile:
     k: int
     num_warps: int
     num_stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Constants of a kernel that computes this tile and orders its programs with `tile_of_program`."""
+        return {"BLOCK_M": self.m, "BLOCK_N": self.n, "BLOCK_K": self.k, "GROUP": _GROUP}
 
 
 @triton.jit

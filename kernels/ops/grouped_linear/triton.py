@@ -16,7 +16,6 @@ from kernels.ops.grouped_linear.reference import ExpertOrder
 
 MAX_EXPERTS = 1024
 
-_GROUP = 8
 _FP_FUSION = True
 _SLOTS_PER_PROGRAM = 512
 _SORT_TILE = 8192  # maximum slots times experts that a program compares at once
@@ -286,10 +285,7 @@ def _variant(
         HAS_SLOT_WEIGHTS=has_slot_weights,
         EVEN_K=even,
         PRODUCT=product_type(dtype),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        GROUP=_GROUP,
+        **tile.constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=_FP_FUSION,
@@ -321,10 +317,7 @@ def _compilation(tile: Tile, name: Product, num_experts: int, rare: bool) -> Com
         "HAS_SLOT_WEIGHTS": rare,
         "EVEN_K": not rare,
         "PRODUCT": NAMED_TYPES[name],
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "GROUP": _GROUP,
+        **tile.constants,
     }
     signature = {
         **dict.fromkeys(("p_x", "p_weight", "p_bias"), f"*{name}"),

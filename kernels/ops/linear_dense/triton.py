@@ -12,7 +12,6 @@ from kernels.common.triton.compilations import Compilation, Product, Target
 from kernels.common.triton.launch import NAMED_TYPES, Variant, product_type
 from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
 
-_GROUP = 8
 _FP_FUSION = True
 
 
@@ -108,10 +107,7 @@ def _variant(tile: Tile, dtype: torch.dtype, has_bias: bool, even: bool) -> Vari
         HAS_BIAS=has_bias,
         EVEN_K=even,
         PRODUCT=product_type(dtype),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        GROUP=_GROUP,
+        **tile.constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=_FP_FUSION,
@@ -134,10 +130,7 @@ def compilations(target: Target) -> list[Compilation]:
                     "HAS_BIAS": bias,
                     "EVEN_K": even,
                     "PRODUCT": NAMED_TYPES[name],
-                    "BLOCK_M": tile.m,
-                    "BLOCK_N": tile.n,
-                    "BLOCK_K": tile.k,
-                    "GROUP": _GROUP,
+                    **tile.constants,
                 }
                 signature = {
                     **dict.fromkeys(("p_x", "p_weight", "p_bias", "p_out"), f"*{name}"),

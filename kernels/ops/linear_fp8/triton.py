@@ -15,7 +15,6 @@ from kernels.common.triton.launch import INTERPRETED, Variant, native_fp8
 from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
 from kernels.ops.linear_fp8.reference import Fp8Weight
 
-_GROUP = 8
 _FP_FUSION = True
 
 
@@ -224,10 +223,7 @@ def _variant(tile: Tile, rows_per_scale: int, has_bias: bool, even: bool, native
         NATIVE=native,
         CONVERTED=INTERPRETED or not native,
         PRODUCT=_product(native),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        GROUP=_GROUP,
+        **tile.constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=_FP_FUSION,
@@ -257,10 +253,7 @@ def _compilation(
         "NATIVE": native,
         "CONVERTED": not native,
         "PRODUCT": tl.float8e4nv if native else tl.bfloat16,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "GROUP": _GROUP,
+        **tile.constants,
     }
     signature = {
         "p_x": codes,

@@ -13,7 +13,6 @@ from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
 from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
 
-_GROUP = 8
 _FP_FUSION = True
 
 
@@ -130,10 +129,7 @@ def _variant(tile: Tile, has_bias: bool, even: bool) -> Variant:
         linear_int8_kernel,
         HAS_BIAS=has_bias,
         EVEN_K=even,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        GROUP=_GROUP,
+        **tile.constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=_FP_FUSION,
@@ -148,10 +144,7 @@ def compilations(target: Target) -> list[Compilation]:
             constants = {
                 "HAS_BIAS": bias,
                 "EVEN_K": even,
-                "BLOCK_M": tile.m,
-                "BLOCK_N": tile.n,
-                "BLOCK_K": tile.k,
-                "GROUP": _GROUP,
+                **tile.constants,
             }
             signature = {
                 "p_x": "*i8",
