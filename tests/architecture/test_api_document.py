@@ -90,7 +90,7 @@ def test_endpoints():
 def refused_table() -> str:
     """The table of what is refused, from the code."""
     kinds = {"chat": ChatFields, "completions": CompletionFields}
-    lines = ["", "| field | by | why, or what instead | taken |", "|---|---|---|---|"]
+    lines = ["", "| field | refused by | reason, or replacement | accepted values |", "|---|---|---|---|"]
     for name in sorted(UNSUPPORTED):
         by = [kind for kind, struct in kinds.items() if name not in struct.__struct_fields__]
         taken = ", ".join(f"`{json.dumps(value)}`" for value in NO_EFFECT.get(name, ()))

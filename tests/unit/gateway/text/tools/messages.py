@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any, Protocol
 
 import pytest
@@ -82,14 +82,14 @@ def check_linear(new_reader: Callable[[], _Reader], text: str, what: str) -> Non
     middle = len(pieces) // 2
     for _ in range(5):
         reader = new_reader()
-        began = time.thread_time()
+        began = thread_time()
         for piece in pieces[:middle]:
             reader.push(piece)
-        halfway = time.thread_time()
+        halfway = thread_time()
         for piece in pieces[middle:]:
             reader.push(piece)
         reader.finish()
-        first, second = halfway - began, time.thread_time() - halfway
+        first, second = halfway - began, thread_time() - halfway
         if second < 2 * first + 0.002:
             return
     pytest.fail(f"{what}: {first:.4f} s for the first half of {len(text)} characters, {second:.4f} s for the second")
