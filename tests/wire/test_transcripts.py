@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from shared.errors import WorkerLostError
 from shared.messages import DraftCounts
-from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, facts, spell
+from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, Script, facts, spell
 from tests.fakes.http_gateway import run_gateway
 
 FOLDER = Path(__file__).parent
@@ -82,9 +84,9 @@ def _thinks() -> FakeGenerator:
     )
 
 
-def _calls() -> FakeGenerator:
+def _calls(reason: str) -> FakeGenerator:
     call = ToolCallDelta(0, "{}", id="call_1", name="get_weather")
-    return _speaks(TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="tool_calls"))
+    return _speaks(TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason=reason))
 
 
 def _calls_twice() -> FakeGenerator:
@@ -99,11 +101,6 @@ def _calls_twice() -> FakeGenerator:
             deltas.append(TextDelta(choice, "", [3, 4], tool_calls=[call]))
         deltas.append(TextDelta(choice, "", [5], finish_reason="tool_calls"))
     return _speaks(*deltas)
-
-
-def _called_by_name() -> FakeGenerator:
-    call = ToolCallDelta(0, "{}", id="call_1", name="get_weather")
-    return _speaks(TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="stop"))
 
 
 NAMED = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
@@ -157,14 +154,12 @@ FOREIGN_HISTORY = [
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
 
 
-def _stopped() -> FakeGenerator:
+def _stopped(_request: Any) -> list[Any]:
     """Return a generation ended by a stop string."""
-    return FakeGenerator(
-        lambda _: [
-            TextDelta(0, "One", [1], num_cached_tokens=2),
-            TextDelta(0, "", [2], finish_reason="stop", stop_reason="END"),
-        ]
-    )
+    return [
+        TextDelta(0, "One", [1], num_cached_tokens=2),
+        TextDelta(0, "", [2], finish_reason="stop", stop_reason="END"),
+    ]
 
 
 def _overloaded() -> FakeGenerator:
@@ -174,234 +169,134 @@ def _overloaded() -> FakeGenerator:
 
 
 EMBEDDING = {"model": MODEL, "input": ["hi", "you"]}
-
 RESPONSE = {"model": MODEL, "input": "hi"}
 RESPONSE_TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
+STREAM = {"stream": True}
+CONTINUOUS = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
 
-CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
-    "chat": ("POST", "/v1/chat/completions", CHAT, FakeGenerator(spell(TEXT, cached=16))),
-    "chat_stream": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(spell(TEXT))),
-    "chat_stream_usage": (
-        "POST",
-        "/v1/chat/completions",
-        {**CHAT, **USAGE, "n": 2},
-        FakeGenerator(spell("ab", "length")),
+
+@dataclass(frozen=True)
+class Case:
+    """Request and the generator that answers it."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None
+    generator: FakeGenerator
+
+
+def _get(path: str, generator: FakeGenerator | None = None, method: str = "GET") -> Case:
+    return Case(method, path, None, generator or FakeGenerator())
+
+
+def _post(path: str, body: dict[str, Any], answers: Script | FakeGenerator | None = None, /, **fields: Any) -> Case:
+    """Return a case with the fields added to `body`; `answers` is the generator or its script."""
+    generator = answers if isinstance(answers, FakeGenerator) else FakeGenerator(answers)
+    return Case("POST", path, {**body, **fields}, generator)
+
+
+_chat = partial(_post, "/v1/chat/completions", CHAT)
+_completion = partial(_post, "/v1/completions", COMPLETION)
+_embedding = partial(_post, "/v1/embeddings", EMBEDDING)
+_message = partial(_post, "/v1/messages", MESSAGE)
+_response = partial(_post, "/v1/responses", RESPONSE)
+
+CASES = {
+    "chat": _chat(spell(TEXT, cached=16)),
+    "chat_stream": _chat(spell(TEXT), **STREAM),
+    "chat_stream_usage": _chat(spell("ab", "length"), **USAGE, n=2),
+    "chat_stream_logprobs": _chat(spell("\u00e9"), **STREAM, logprobs=True, top_logprobs=1),
+    "chat_stream_error": _chat(_failing, **STREAM),
+    "chat_reasoning": _chat(_thinks()),
+    "chat_tools": _chat(_calls("tool_calls"), tools=TOOLS),
+    "chat_stream_reasoning_tools": _chat(_thinks_and_calls(), **USAGE, tools=TOOLS),
+    "chat_tools_n": _chat(_calls_twice(), tools=TOOLS, n=2),
+    "chat_stream_tools_n": _chat(_calls_twice(), **USAGE, tools=TOOLS, n=2),
+    "chat_tool_named": _chat(_calls("stop"), **NAMED),
+    "chat_tool_results": _chat(_thinks(), messages=HISTORY, tools=TOOLS),
+    "chat_schema": _chat(spell('{"a": 1}'), **SCHEMA),
+    "chat_stream_schema": _chat(spell('{"a"', "length"), **SCHEMA, **STREAM, logprobs=True),
+    "chat_prediction": _chat(_Drafter(), **PREDICTION),
+    "chat_stream_prediction": _chat(_Drafter(), **USAGE, **PREDICTION, n=2),
+    "chat_error_prediction": _chat(**PREDICTION),
+    "chat_error_schema": _chat(**BAD_SCHEMA),
+    "chat_error_unknown": _chat(no_such=1, **STREAM),
+    "chat_error_refused": _chat(functions=[{"name": "f"}]),
+    "chat_error_tools": _chat(_thinks(), tools=[{"type": "web_search"}]),
+    "chat_error": _chat(temperature=3),
+    "chat_token_ids": _chat(
+        spell("a"), return_token_ids=True, metadata={"a": "b"}, logprobs=True, return_tokens_as_token_ids=True
     ),
-    "chat_stream_logprobs": (
-        "POST",
-        "/v1/chat/completions",
-        {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 1},
-        FakeGenerator(spell("\u00e9")),
+    "chat_stream_token_ids": _chat(spell("\u00e9", "length"), **CONTINUOUS, return_token_ids=True),
+    "chat_stream_resumable": _chat(spell("ab"), stream=True, stream_options={"resumable": True}),
+    "chat_render": _post("/v1/chat/completions/render", CHAT, max_tokens=5),
+    "completion": _completion(spell(TEXT, cached=16), n=2),
+    "completion_stream": _completion(spell(TEXT), **USAGE),
+    "completion_echo_logprobs": _completion(spell("ab"), echo=True, logprobs=1),
+    "completion_stream_logprobs": _completion(spell("ab"), **STREAM, logprobs=1),
+    "completion_scores": _completion(
+        spell("ab"), max_tokens=0, prompt_logprobs=1, return_token_ids=True, service_tier="flex"
     ),
-    "chat_stream_error": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(_failing)),
-    "chat_reasoning": ("POST", "/v1/chat/completions", CHAT, _thinks()),
-    "chat_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": TOOLS}, _calls()),
-    "chat_stream_reasoning_tools": (
-        "POST",
-        "/v1/chat/completions",
-        {**CHAT, **USAGE, "tools": TOOLS},
-        _thinks_and_calls(),
+    "completion_stream_token_ids": _completion(spell("\u00e9", "length"), **CONTINUOUS, return_token_ids=True),
+    "completion_not_speculative": _completion(spell("a"), speculative={"enabled": False}),
+    "completion_refused": _completion(n_probs=3),
+    "completion_best_of": _completion(spell("ab"), best_of=3),
+    "completion_error_suffix": _completion(suffix="."),
+    "completion_render": _post("/v1/completions/render", COMPLETION, prompt=["a", "\u00e9"]),
+    "completion_render_refused": _post("/v1/completions/render", COMPLETION, top_p=2),
+    "embedding": _embedding(),
+    "embedding_base64": _embedding(encoding_format="base64", dimensions=4, metadata={"a": "b"}),
+    "embedding_error": _embedding(input=["hi", ""]),
+    "message": _message(spell(TEXT, cached=16), system="Be brief."),
+    "message_stream": _message(spell(TEXT, cached=16), **STREAM),
+    "message_tools": _message(_thinks_and_calls(), tools=ANTHROPIC_TOOLS),
+    "message_stream_tools": _message(_thinks_and_calls(), **STREAM, tools=ANTHROPIC_TOOLS),
+    "message_stop_sequence": _message(_stopped, stop_sequences=["END"]),
+    "message_stream_stop_sequence": _message(_stopped, stop_sequences=["END"], **STREAM),
+    "message_stream_length": _message(spell("ab", "length"), **STREAM),
+    "message_tool_results": _message(_thinks(), messages=ANTHROPIC_HISTORY, tools=ANTHROPIC_TOOLS),
+    "message_stream_error": _message(_failing, **STREAM),
+    "message_error": _message(temperature=2),
+    "message_error_image": _message(messages=[{"role": "user", "content": [IMAGE]}]),
+    "message_history": _message(_thinks(), **AGENT, messages=FOREIGN_HISTORY),
+    "message_stream_thinking_omitted": _message(
+        _thinks(), **STREAM, thinking={"type": "adaptive", "display": "omitted"}
     ),
-    "chat_tools_n": ("POST", "/v1/chat/completions", {**CHAT, "tools": TOOLS, "n": 2}, _calls_twice()),
-    "chat_stream_tools_n": ("POST", "/v1/chat/completions", {**CHAT, **USAGE, "tools": TOOLS, "n": 2}, _calls_twice()),
-    "chat_tool_named": ("POST", "/v1/chat/completions", {**CHAT, **NAMED}, _called_by_name()),
-    "chat_tool_results": ("POST", "/v1/chat/completions", {**CHAT, "messages": HISTORY, "tools": TOOLS}, _thinks()),
-    "chat_schema": ("POST", "/v1/chat/completions", {**CHAT, **SCHEMA}, FakeGenerator(spell('{"a": 1}'))),
-    "chat_stream_schema": (
-        "POST",
-        "/v1/chat/completions",
-        {**CHAT, **SCHEMA, "stream": True, "logprobs": True},
-        FakeGenerator(spell('{"a"', "length")),
+    "message_error_thread": _message(thread={"type": "create"}),
+    "message_error_context": _message(context_management={"edits": [{"type": "compact_20260112"}]}),
+    "message_error_model": _message(model="nope"),
+    "message_overloaded": _message(_overloaded()),
+    "message_method_not_allowed": _get("/v1/messages"),
+    "message_no_route": _get("/v1/messages/batches"),
+    "message_count": _post("/v1/messages/count_tokens", CHAT, _thinks(), system="Be brief.", tools=ANTHROPIC_TOOLS),
+    "response": _response(spell(TEXT, cached=16)),
+    "response_incomplete": _response(
+        spell("\u00e9", "length"), include=["message.output_text.logprobs"], top_logprobs=1, metadata={"a": "b"}
     ),
-    "chat_prediction": ("POST", "/v1/chat/completions", {**CHAT, **PREDICTION}, _Drafter()),
-    "chat_stream_prediction": ("POST", "/v1/chat/completions", {**CHAT, **USAGE, **PREDICTION, "n": 2}, _Drafter()),
-    "chat_error_prediction": ("POST", "/v1/chat/completions", {**CHAT, **PREDICTION}, FakeGenerator()),
-    "completion_not_speculative": (
-        "POST",
-        "/v1/completions",
-        {**COMPLETION, "speculative": {"enabled": False}},
-        FakeGenerator(spell("a")),
-    ),
-    "chat_error_schema": ("POST", "/v1/chat/completions", {**CHAT, **BAD_SCHEMA}, FakeGenerator()),
-    "chat_error_unknown": ("POST", "/v1/chat/completions", {**CHAT, "no_such": 1, "stream": True}, FakeGenerator()),
-    "chat_error_refused": ("POST", "/v1/chat/completions", {**CHAT, "functions": [{"name": "f"}]}, FakeGenerator()),
-    "chat_error_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, _thinks()),
-    "chat_error": ("POST", "/v1/chat/completions", {**CHAT, "temperature": 3}, FakeGenerator()),
-    "completion": ("POST", "/v1/completions", {**COMPLETION, "n": 2}, FakeGenerator(spell(TEXT, cached=16))),
-    "completion_stream": ("POST", "/v1/completions", {**COMPLETION, **USAGE}, FakeGenerator(spell(TEXT))),
-    "completion_echo_logprobs": (
-        "POST",
-        "/v1/completions",
-        {**COMPLETION, "echo": True, "logprobs": 1},
-        FakeGenerator(spell("ab")),
-    ),
-    "completion_stream_logprobs": (
-        "POST",
-        "/v1/completions",
-        {**COMPLETION, "stream": True, "logprobs": 1},
-        FakeGenerator(spell("ab")),
-    ),
-    "completion_scores": (
-        "POST",
-        "/v1/completions",
-        {**COMPLETION, "max_tokens": 0, "prompt_logprobs": 1, "return_token_ids": True, "service_tier": "flex"},
-        FakeGenerator(spell("ab")),
-    ),
-    "completion_stream_token_ids": (
-        "POST",
-        "/v1/completions",
-        {**COMPLETION, "stream": True, "stream_options": {"continuous_usage_stats": True}, "return_token_ids": True},
-        FakeGenerator(spell("\u00e9", "length")),
-    ),
-    "chat_token_ids": (
-        "POST",
-        "/v1/chat/completions",
-        {
-            **CHAT,
-            "return_token_ids": True,
-            "metadata": {"a": "b"},
-            "logprobs": True,
-            "return_tokens_as_token_ids": True,
-        },
-        FakeGenerator(spell("a")),
-    ),
-    "chat_stream_token_ids": (
-        "POST",
-        "/v1/chat/completions",
-        {**CHAT, "stream": True, "stream_options": {"continuous_usage_stats": True}, "return_token_ids": True},
-        FakeGenerator(spell("\u00e9", "length")),
-    ),
-    "completion_refused": ("POST", "/v1/completions", {**COMPLETION, "n_probs": 3}, FakeGenerator()),
-    "completion_best_of": ("POST", "/v1/completions", {**COMPLETION, "best_of": 3}, FakeGenerator(spell("ab"))),
-    "completion_error_suffix": ("POST", "/v1/completions", {**COMPLETION, "suffix": "."}, FakeGenerator()),
-    "embedding": ("POST", "/v1/embeddings", EMBEDDING, FakeGenerator()),
-    "embedding_base64": (
-        "POST",
-        "/v1/embeddings",
-        {**EMBEDDING, "encoding_format": "base64", "dimensions": 4, "metadata": {"a": "b"}},
-        FakeGenerator(),
-    ),
-    "embedding_error": ("POST", "/v1/embeddings", {**EMBEDDING, "input": ["hi", ""]}, FakeGenerator()),
-    "tokenize_chat": ("POST", "/tokenize", {"model": MODEL, "messages": HISTORY, "tools": TOOLS}, _thinks()),
-    "message": ("POST", "/v1/messages", {**MESSAGE, "system": "Be brief."}, FakeGenerator(spell(TEXT, cached=16))),
-    "message_stream": ("POST", "/v1/messages", {**MESSAGE, "stream": True}, FakeGenerator(spell(TEXT, cached=16))),
-    "message_tools": ("POST", "/v1/messages", {**MESSAGE, "tools": ANTHROPIC_TOOLS}, _thinks_and_calls()),
-    "message_stream_tools": (
-        "POST",
-        "/v1/messages",
-        {**MESSAGE, "stream": True, "tools": ANTHROPIC_TOOLS},
-        _thinks_and_calls(),
-    ),
-    "message_stop_sequence": ("POST", "/v1/messages", {**MESSAGE, "stop_sequences": ["END"]}, _stopped()),
-    "message_stream_stop_sequence": (
-        "POST",
-        "/v1/messages",
-        {**MESSAGE, "stop_sequences": ["END"], "stream": True},
-        _stopped(),
-    ),
-    "message_stream_length": (
-        "POST",
-        "/v1/messages",
-        {**MESSAGE, "stream": True},
-        FakeGenerator(spell("ab", "length")),
-    ),
-    "message_tool_results": (
-        "POST",
-        "/v1/messages",
-        {**MESSAGE, "messages": ANTHROPIC_HISTORY, "tools": ANTHROPIC_TOOLS},
-        _thinks(),
-    ),
-    "message_stream_error": ("POST", "/v1/messages", {**MESSAGE, "stream": True}, FakeGenerator(_failing)),
-    "message_error": ("POST", "/v1/messages", {**MESSAGE, "temperature": 2}, FakeGenerator()),
-    "message_error_image": (
-        "POST",
-        "/v1/messages",
-        {**MESSAGE, "messages": [{"role": "user", "content": [IMAGE]}]},
-        FakeGenerator(),
-    ),
-    "message_history": ("POST", "/v1/messages", {**MESSAGE, **AGENT, "messages": FOREIGN_HISTORY}, _thinks()),
-    "message_stream_thinking_omitted": (
-        "POST",
-        "/v1/messages",
-        {**MESSAGE, "stream": True, "thinking": {"type": "adaptive", "display": "omitted"}},
-        _thinks(),
-    ),
-    "message_error_thread": ("POST", "/v1/messages", {**MESSAGE, "thread": {"type": "create"}}, FakeGenerator()),
-    "message_error_context": (
-        "POST",
-        "/v1/messages",
-        {**MESSAGE, "context_management": {"edits": [{"type": "compact_20260112"}]}},
-        FakeGenerator(),
-    ),
-    "message_error_model": ("POST", "/v1/messages", {**MESSAGE, "model": "nope"}, FakeGenerator()),
-    "message_overloaded": ("POST", "/v1/messages", MESSAGE, _overloaded()),
-    "message_method_not_allowed": ("GET", "/v1/messages", None, FakeGenerator()),
-    "message_no_route": ("GET", "/v1/messages/batches", None, FakeGenerator()),
-    "message_count": (
-        "POST",
-        "/v1/messages/count_tokens",
-        {**CHAT, "system": "Be brief.", "tools": ANTHROPIC_TOOLS},
-        _thinks(),
-    ),
-    "response": ("POST", "/v1/responses", RESPONSE, FakeGenerator(spell(TEXT, cached=16))),
-    "response_incomplete": (
-        "POST",
-        "/v1/responses",
-        {**RESPONSE, "include": ["message.output_text.logprobs"], "top_logprobs": 1, "metadata": {"a": "b"}},
-        FakeGenerator(spell("\u00e9", "length")),
-    ),
-    "response_stream": ("POST", "/v1/responses", {**RESPONSE, "stream": True}, FakeGenerator(spell(TEXT))),
-    "response_stream_reasoning_tools": (
-        "POST",
-        "/v1/responses",
-        {**RESPONSE, "stream": True, "tools": RESPONSE_TOOLS},
-        _thinks_and_calls(),
-    ),
-    "response_stream_error": ("POST", "/v1/responses", {**RESPONSE, "stream": True}, FakeGenerator(_failing)),
-    "response_background": ("POST", "/v1/responses", {**RESPONSE, "background": True}, FakeGenerator()),
-    "response_error": ("POST", "/v1/responses", {**RESPONSE, "conversation": "c"}, FakeGenerator()),
-    "response_error_tools": (
-        "POST",
-        "/v1/responses",
-        {**RESPONSE, "tools": [{"type": "web_search"}], "stream": True},
-        FakeGenerator(),
-    ),
-    "response_error_previous": (
-        "POST",
-        "/v1/responses",
-        {**RESPONSE, "previous_response_id": "resp_00"},
-        FakeGenerator(),
-    ),
-    "response_unknown": ("GET", "/v1/responses/resp_00", None, FakeGenerator()),
-    "response_input_tokens": (
-        "POST",
-        "/v1/responses/input_tokens",
-        {**RESPONSE, "instructions": "Be brief."},
-        FakeGenerator(),
-    ),
-    "chat_stream_resumable": (
-        "POST",
-        "/v1/chat/completions",
-        {**CHAT, "stream": True, "stream_options": {"resumable": True}},
-        FakeGenerator(spell("ab")),
-    ),
-    "stream_unknown": ("GET", "/v1/streams/chatcmpl-00", None, FakeGenerator()),
-    "chat_render": ("POST", "/v1/chat/completions/render", {**CHAT, "max_tokens": 5}, FakeGenerator()),
-    "completion_render": ("POST", "/v1/completions/render", {**COMPLETION, "prompt": ["a", "\u00e9"]}, FakeGenerator()),
-    "completion_render_refused": ("POST", "/v1/completions/render", {**COMPLETION, "top_p": 2}, FakeGenerator()),
-    "request_unknown": ("DELETE", "/v1/requests/chatcmpl-00a2648f8912546fee36876baa822a7b", None, FakeGenerator()),
-    "models": ("GET", "/v1/models", None, FakeGenerator()),
-    "model": ("GET", "/v1/models/org/alias", None, FakeGenerator()),
-    "models_anthropic": ("GET", "/v1/models?limit=1", None, FakeGenerator()),
-    "models_anthropic_error": ("GET", "/v1/models?after_id=nope", None, FakeGenerator()),
-    "model_anthropic": ("GET", "/v1/models/org%2Falias?beta=true", None, _thinks()),
-    "model_anthropic_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
-    "model_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
-    "tokenize": ("POST", "/tokenize", COMPLETION, FakeGenerator()),
-    "detokenize": ("POST", "/detokenize", {"model": MODEL, "tokens": [104, 105]}, FakeGenerator()),
-    "health": ("GET", "/health", None, FakeGenerator()),
-    "ready": ("GET", "/ready", None, FakeGenerator()),
-    "method_not_allowed": ("DELETE", "/v1/models", None, FakeGenerator()),
+    "response_stream": _response(spell(TEXT), **STREAM),
+    "response_stream_reasoning_tools": _response(_thinks_and_calls(), **STREAM, tools=RESPONSE_TOOLS),
+    "response_stream_error": _response(_failing, **STREAM),
+    "response_background": _response(background=True),
+    "response_error": _response(conversation="c"),
+    "response_error_tools": _response(tools=[{"type": "web_search"}], **STREAM),
+    "response_error_previous": _response(previous_response_id="resp_00"),
+    "response_input_tokens": _post("/v1/responses/input_tokens", RESPONSE, instructions="Be brief."),
+    "response_unknown": _get("/v1/responses/resp_00"),
+    "stream_unknown": _get("/v1/streams/chatcmpl-00"),
+    "request_unknown": _get("/v1/requests/chatcmpl-00a2648f8912546fee36876baa822a7b", method="DELETE"),
+    "models": _get("/v1/models"),
+    "model": _get("/v1/models/org/alias"),
+    "models_anthropic": _get("/v1/models?limit=1"),
+    "models_anthropic_error": _get("/v1/models?after_id=nope"),
+    "model_anthropic": _get("/v1/models/org%2Falias?beta=true", _thinks()),
+    "model_anthropic_unknown": _get("/v1/models/nope"),
+    "model_unknown": _get("/v1/models/nope"),
+    "tokenize": _post("/tokenize", COMPLETION),
+    "tokenize_chat": _post("/tokenize", CHAT, _thinks(), messages=HISTORY, tools=TOOLS),
+    "detokenize": _post("/detokenize", {"model": MODEL, "tokens": [104, 105]}),
+    "health": _get("/health"),
+    "ready": _get("/ready"),
+    "method_not_allowed": _get("/v1/models", method="DELETE"),
 }
 
 
@@ -413,10 +308,12 @@ HEADERS = {
 
 
 async def _transcript(name: str) -> str:
-    method, path, body, generator = CASES[name]
-    async with run_gateway(generator, FakeModels(_entry(generator))) as gateway:
+    case = CASES[name]
+    async with run_gateway(case.generator, FakeModels(_entry(case.generator))) as gateway:
         headers = {"X-Request-Id": "the-request", **HEADERS.get(name, {})}
-        async with gateway.session.request(method, gateway.url + path, json=body, headers=headers) as response:
+        async with gateway.session.request(
+            case.method, gateway.url + case.path, json=case.body, headers=headers
+        ) as response:
             raw = (await response.read()).decode()
             lines = [f"{header}: {value}" for header, value in response.headers.items()]
     head = "\n".join(line for line in lines if not line.startswith("Date:"))
@@ -427,7 +324,7 @@ async def _transcript(name: str) -> str:
     raw = re.sub(r'"system_fingerprint":"fp_[0-9a-f]{12}"', '"system_fingerprint":"fp_ID"', raw)
     raw = re.sub(r'"created":\d+', '"created":0', raw)
     head = re.sub(r"Content-Length: \d+", "Content-Length: 0", head)
-    return f"{method} {path}\nHTTP {response.status}\n{head}\n\n{raw}\n"
+    return f"{case.method} {case.path}\nHTTP {response.status}\n{head}\n\n{raw}\n"
 
 
 @pytest.mark.parametrize("name", CASES)
