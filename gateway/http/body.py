@@ -218,11 +218,12 @@ def convert(value: object, kind: type[Struct], place: str = "") -> Struct:
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), place) from None
+        raise field_error(error, place) from None
 
 
-def _invalid_field(text: str, place: str) -> InvalidRequestError:
-    """Translate a message of msgspec about a value at `place`."""
+def field_error(error: msgspec.ValidationError, place: str = "") -> InvalidRequestError:
+    """Translate an error of msgspec about a value at `place`; see convert."""
+    text = str(error)
     at = _PATH.search(text)
     path = _joined(place, at["path"] if at else "")
     problem = text[: at.start()] if at else text

@@ -9,28 +9,33 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gateway.text.chat_template import FILLED_IN, ChatTemplate
 from gateway.text.detokenizer import Detokenizer, TokenBytes
 from gateway.text.tokenizer import TextTokenizer
-from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
+from shared.errors import InvalidRequestError
 from shared.messages import Bundle
 
-MAX_TEXT_BYTES = 16_777_216
-_LONG_TEXT_BYTES = 2_097_152
-_LONG_TOKEN_BYTES = 16
-"""Maximum number of bytes per token, and of a text with few tokens.
-
-Tokenizing takes 200 times the memory of a text, and seconds per few million bytes, during which other long texts wait.
-A bound by the longest token times the number of tokens would limit neither.
-"""
 LARGE_TEXT = 262_144
 """Number of characters above which texts get a thread of their own, so that they delay only each other."""
 
 _MAX_CONTAINING = 16
+_END_LENGTH = 256
 
 _T = TypeVar("_T")
+
+
+class EncodedChat(NamedTuple):
+    """Rendered and tokenized conversation.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        end: Last characters of the rendered text.
+    """
+
+    ids: list[int]
+    end: str
 
 
 class TextThreads:
@@ -119,7 +124,7 @@ class TextPipeline:
         Raises:
             ContextLengthError: The text has more than max_tokens tokens.
         """
-        self._check_size(text, max_tokens, param)
+        self._tokenizer.check_size(text, max_tokens, param)
         return await self._threads.run(
             len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
@@ -134,7 +139,7 @@ class TextPipeline:
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final: bool = False,
         max_tokens: int | None = None,
-    ) -> list[int]:
+    ) -> EncodedChat:
         """Render a conversation with the model's chat template and tokenize it.
 
         Text of special tokens in messages is ordinary text.
@@ -154,7 +159,7 @@ class TextPipeline:
         """
         template = self._usable_template(template_kwargs)
 
-        def work() -> list[int]:
+        def work() -> EncodedChat:
             guard = self._tokenizer.guard
             guarded, tag = guard(messages), ""
             if continue_final:
@@ -165,8 +170,8 @@ class TextPipeline:
             )
             if continue_final:
                 text = _cut_at(text, tag)
-            self._check_size(text, max_tokens, "messages")
-            return self._tokenizer.encode_guarded(text)
+            self._tokenizer.check_size(text, max_tokens, "messages")
+            return EncodedChat(self._tokenizer.encode_guarded(text), text[-_END_LENGTH:])
 
         return await self._threads.run(text_size(messages) + text_size(tools) + text_size(documents), work)
 
@@ -207,25 +212,6 @@ class TextPipeline:
         for name in FILLED_IN.intersection(template_kwargs or {}):
             raise InvalidRequestError(f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
         return self._template
-
-    def _check_size(self, text: str, max_tokens: int | None, param: str) -> None:
-        """Check the length before time is spent on a text that cannot fit."""
-        size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
-        most = self._tokenizer.max_bytes_per_token
-        if max_tokens is not None and most is not None and size > max_tokens * most:
-            raise ContextLengthError(
-                f"the prompt is too long: it has {size} bytes, which is at least {-(-size // most)} tokens; "
-                f"the maximum context length is {max_tokens} tokens",
-                param=param,
-            )
-        if max_tokens is not None and size > (allowed := max(_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES * max_tokens)):
-            raise ContextLengthError(
-                f"the prompt is too long: it has {size} bytes; at most {allowed} are tokenized", param=param
-            )
-        if size > MAX_TEXT_BYTES:
-            raise PayloadTooLargeError(
-                f"the text has {size} bytes; at most {MAX_TEXT_BYTES} are tokenized", param=param
-            )
 
 
 def _cut_at(text: str, tag: str) -> str:

@@ -64,8 +64,16 @@ class ReasoningFormat:
         """Return a splitter for one choice; `opened` means that the prompt ends inside reasoning."""
         return MarkSplitter(self, opened) if self.splitter is None else self.splitter(opened)
 
-    def is_open(self, prompt_end: str) -> bool:
-        """Return True if a prompt that ends with this text leaves the model inside reasoning."""
+    def is_open(self, prompt_end: str, continued: str = "") -> bool:
+        """Return True if the model continues with reasoning after a prompt.
+
+        Args:
+            prompt_end: End of the prompt's text.
+            continued: Content of the message that the model continues; empty if it starts a new message.
+        """
+        last_start = max(continued.rfind(start) for start in self.starts)
+        if continued:
+            return last_start >= 0 and all(continued.find(end, last_start) < 0 for end in self.ends)
         text = prompt_end.rstrip()
         return any(text.endswith(start.rstrip()) for start in (*self.starts, *self.opens))
 

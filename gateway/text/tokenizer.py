@@ -11,9 +11,17 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.text.detokenizer import TokenBytes, build_token_bytes
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, ContextLengthError, PayloadTooLargeError
 from shared.messages import Bundle
 
+MAX_TEXT_BYTES = 16_777_216
+_LONG_TEXT_BYTES = 2_097_152
+_LONG_TOKEN_BYTES = 16
+"""Maximum number of bytes per token, and of a text with few tokens.
+
+Tokenizing takes 200 times the memory of a text, and seconds per few million bytes, during which other long texts wait.
+A bound by the longest token times the number of tokens would limit neither.
+"""
 _SCAN_WINDOW = 65_536
 """Characters that one call of `re` may scan. Between calls other threads can take the interpreter lock."""
 
@@ -78,6 +86,25 @@ class TextTokenizer:
             return ids
         mark_id = self._mark_id
         return [token_id for token_id in ids if token_id != mark_id]
+
+    def check_size(self, text: str, max_tokens: int | None, param: str) -> None:
+        """Check the length before time is spent on a text that cannot fit."""
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        most = self.max_bytes_per_token
+        if max_tokens is not None and most is not None and size > max_tokens * most:
+            raise ContextLengthError(
+                f"the prompt is too long: it has {size} bytes, which is at least {-(-size // most)} tokens; "
+                f"the maximum context length is {max_tokens} tokens",
+                param=param,
+            )
+        if max_tokens is not None and size > (allowed := max(_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES * max_tokens)):
+            raise ContextLengthError(
+                f"the prompt is too long: it has {size} bytes; at most {allowed} are tokenized", param=param
+            )
+        if size > MAX_TEXT_BYTES:
+            raise PayloadTooLargeError(
+                f"the text has {size} bytes; at most {MAX_TEXT_BYTES} are tokenized", param=param
+            )
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token with this text in the vocabulary, or None."""

@@ -12,6 +12,7 @@ from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.text.detokenizer import Detokenizer, TokenBytes
 from gateway.text.formats import ModelFormats
+from gateway.text.pipeline import EncodedChat
 from gateway.text.tools.prompting import TemplateSupport
 from shared.errors import ContextLengthError, ModelNotFoundError
 from shared.messages import DraftCounts, TokenLogprobs, WorkerFacts
@@ -73,11 +74,12 @@ class BytePipeline:
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final: bool = False,
         max_tokens: int | None = None,
-    ) -> list[int]:
+    ) -> EncodedChat:
         self.template_kwargs.append(dict(template_kwargs or {}))
         self.messages.append([dict(message) for message in messages])
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return list((text + ("assistant:" if add_generation_prompt else "")).encode())
+        text += "assistant:" if add_generation_prompt else ""
+        return EncodedChat(list(text.encode()), text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.api.common.fields import ChatFields, TokenizeFields, invalid
 from gateway.api.common.messages import check_template_kwargs, template_messages
-from gateway.api.common.reasoning import effort_variables, ends_inside_reasoning
+from gateway.api.common.reasoning import effort_variables
 from gateway.api.common.tools import tool_request
 from gateway.cluster.registry import ModelEntry
 from gateway.text.offload import count_objects, run_in_thread_if_large
@@ -69,7 +69,7 @@ async def chat_prompt(
         variables = {**variables, **effort_variables(fields.reasoning_effort, variables, entry)}
     if fields.documents:
         _check_documents(fields.documents, entry)
-    ids = await entry.pipeline.encode_chat(
+    encoded = await entry.pipeline.encode_chat(
         shown,
         shown_tools,
         fields.add_generation_prompt is not False and not fields.continue_final_message,
@@ -78,7 +78,8 @@ async def chat_prompt(
         continue_final=bool(fields.continue_final_message),
         max_tokens=max_tokens,
     )
-    return ChatPrompt(ids, ends_inside_reasoning(ids, continued, entry))
+    reasoning = entry.formats.reasoning
+    return ChatPrompt(encoded.ids, reasoning is not None and reasoning.is_open(encoded.end, continued))
 
 
 def _continued_content(last: Mapping[str, Any], fields: ChatFields | TokenizeFields) -> str:

@@ -5,12 +5,13 @@ null means the same as an absent field. Unknown fields and known but unsupported
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
 
 from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED, refusal_text
-from gateway.http.body import Struct, convert
+from gateway.http.body import Struct, field_error
 from shared.errors import InvalidRequestError
 
 MAX_INT32 = 2**31 - 1
@@ -307,12 +308,52 @@ def parse_fields(body: dict[str, Any], kind: type[Struct]) -> Struct:
         # Types are compared too, because 0 == False.
         if value is not None and not any(value == other and type(value) is type(other) for other in neutral):
             raise InvalidRequestError(refusal_text(name), param=name, code="unsupported_parameter")
-    return convert({name: value for name, value in body.items() if name in known}, kind)
+    try:
+        return msgspec.convert({name: value for name, value in body.items() if name in known}, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise field_error(error) from None
 
 
 def invalid(name: str, problem: str, code: str | None = None) -> InvalidRequestError:
     """Return the error for the field `name`; its message is the name followed by the problem."""
     return InvalidRequestError(f"{name} {problem}", param=name, code=code)
+
+
+def unsupported(name: str, problem: str) -> InvalidRequestError:
+    """Return the error for a field, or a value of it, that the server does not support."""
+    return invalid(name, problem, "unsupported_parameter")
+
+
+def missing(name: str) -> InvalidRequestError:
+    """Return the error for a required field that is absent."""
+    return InvalidRequestError(f"Missing required parameter: {name}.", param=name, code="missing_required_parameter")
+
+
+def check_known(value: Iterable[str], known: Collection[str], place: str) -> None:
+    """Raise InvalidRequestError if the object at a path has a field that is not known."""
+    for name in value:
+        if name not in known:
+            shown = f"{place}.{name[:64]}"
+            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise InvalidRequestError if the value is not one of the choices; of these, None is not shown."""
+    if value not in choices:
+        raise invalid(name, f"must be one of {', '.join(str(choice) for choice in choices if choice is not None)}.")
+
+
+def check_num_entries(name: str, number: int, limit: int) -> None:
+    """Raise InvalidRequestError if a list is too long. Call it before any work on each entry."""
+    if number > limit:
+        raise invalid(name, f"has {number} entries; at most {limit} are allowed.")
+
+
+def check_length(name: str, text: str, longest: int) -> str:
+    """Return the text. Raises InvalidRequestError if it is empty or too long."""
+    if not 1 <= len(text) <= longest:
+        raise invalid(name, f"must have 1 to {longest} characters.")
+    return text
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:

@@ -12,21 +12,24 @@ from typing import Any
 from aiohttp import web
 
 from gateway.api.common.envelope import Detail, Envelope, fingerprint
-from gateway.api.common.fields import ChatFields, CompletionFields
+from gateway.api.common.fields import ChatFields, CompletionFields, PredictionField, SamplingFields, invalid
+from gateway.api.common.messages import BREAKPOINT, check_breakpoint
 from gateway.api.common.options import RequestOptions
-from gateway.api.common.prompts import SizedPrompt
+from gateway.api.common.prompts import SizedPrompt, check_token_ids, context_limit
 from gateway.api.common.sampling import word_values
-from gateway.api.common.speculation import may_draft, prediction_ids
 from gateway.cluster.registry import ModelEntry
 from gateway.flow.events import GenerationRequest
 from gateway.http.app_keys import GATEWAY_INDEX
 from gateway.stores.ids import new_id
 from gateway.text.message_parser import MessageFormat
-from shared.errors import InvalidRequestError
+from shared.errors import ContextLengthError, InvalidRequestError
+from shared.messages import WorkerFacts
 from shared.sampling_params import SamplingParams, ThinkingBudget
 
 MAX_PROMPT_LOGPROBS = 1_048_576
 """Limit on log-probabilities of prompt tokens in a response: 20 alternatives for some 50,000 tokens."""
+_OFF = "off"
+"""WorkerFacts.speculative_method of a server without speculation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +81,9 @@ async def build_request(
     fields = options.fields
     _check_report_size(options, prompts)
     sampling = await _sampling_of_prompts(options, entry, prompts, thinking, stop_token_ids)
+    speculative, prediction = may_draft(fields), await prediction_ids(fields, entry)
     detail = _detail(options, entry, prompts)
     envelope = _envelope(options, entry, id_prefix, request.app[GATEWAY_INDEX])
-    speculative, prediction = may_draft(fields), await prediction_ids(fields, entry)
     generations = [
         GenerationRequest(
             request_id=f"{envelope.identifier}-{index}",
@@ -190,3 +193,66 @@ def _check_report_size(options: RequestOptions, prompts: Sequence[SizedPrompt]) 
             "are allowed. Ask for fewer alternatives, choices or prompts.",
             param="logprobs" if shown is None else "prompt_logprobs",
         )
+
+
+def may_draft(fields: SamplingFields) -> bool:
+    """Return True if the request allows drafts."""
+    return fields.speculative is None or fields.speculative.enabled
+
+
+async def prediction_ids(fields: SamplingFields, entry: ModelEntry) -> list[int]:
+    """Check the fields and return the token ids of the predicted output, without a beginning-of-text token.
+
+    Raises:
+        InvalidRequestError: A field asks for drafts where there are none, or the prediction exceeds the context.
+    """
+    if fields.speculative is not None and fields.speculative.enabled:
+        _check_effect(fields, entry.facts, "speculative", "cannot be enabled")
+    prediction = fields.prediction if isinstance(fields, ChatFields) else None
+    if prediction is None:
+        return []
+    _check_shape(prediction)
+    if not may_draft(fields):
+        raise invalid("prediction", "cannot be combined with speculative.enabled = false. Send one of them.")
+    _check_effect(fields, entry.facts, "prediction", "cannot be used")
+    limit = context_limit(entry.facts)
+    content = prediction.content
+    text = content if isinstance(content, str) else "".join([part.text for part in content])
+    too_long = InvalidRequestError(
+        f"prediction has more than {limit} tokens, the limit on prompt and output together. Shorten it.",
+        param="prediction",
+    )
+    try:
+        ids = await entry.pipeline.encode(text, False, max_tokens=limit, param="prediction")
+    except ContextLengthError:
+        # Its message is about the prompt, and clients that recognize the error would shorten that.
+        raise too_long from None
+    if len(ids) > limit:
+        raise too_long
+    check_token_ids(ids, entry.facts, "prediction")
+    return ids
+
+
+def _check_shape(prediction: PredictionField) -> None:
+    if prediction.type != "content":
+        raise invalid("prediction.type", 'must be "content".')
+    if isinstance(prediction.content, str):
+        return
+    if not prediction.content:
+        raise invalid("prediction.content", "must be a string or a non-empty list of text parts.")
+    for index, part in enumerate(prediction.content):
+        place = f"prediction.content[{index}]"
+        if part.type != "text":
+            raise invalid(f"{place}.type", 'must be "text"; other parts are not supported.')
+        check_breakpoint({BREAKPOINT: part.prompt_cache_breakpoint}, place)
+
+
+def _check_effect(fields: SamplingFields, facts: WorkerFacts, name: str, problem: str) -> None:
+    if facts.speculative_method == _OFF:
+        raise invalid(
+            name,
+            f"{problem}: this server does not use speculative decoding (--speculative-method is off).",
+            "unsupported_parameter",
+        )
+    if fields.mirostat in (1, 2):
+        raise invalid(name, f"{problem} with mirostat, which excludes speculative decoding.")

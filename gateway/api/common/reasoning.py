@@ -15,8 +15,6 @@ from shared.sampling_params import ThinkingBudget
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that turn reasoning on and off."""
-_PROMPT_END = 16
-"""Number of last tokens of a prompt that show whether it ends inside reasoning."""
 _PACKED_PREFIX = "pelton1."
 _DIGEST_SIZE = 8
 
@@ -54,23 +52,6 @@ def effort_variables(effort: str, given: Mapping[str, Any], entry: ModelEntry) -
                 "reasoning_effort", f"and chat_template_kwargs.{name} contradict each other. Send one of them."
             )
     return values
-
-
-def ends_inside_reasoning(ids: list[int], continued: str, entry: ModelEntry) -> bool:
-    """Return True if the model continues with reasoning after this prompt.
-
-    Args:
-        ids: The prompt.
-        continued: Content of the message that the model continues; empty if it starts a new message.
-        entry: The model.
-    """
-    reasoning = entry.formats.reasoning
-    if reasoning is None:
-        return False
-    last_start = max(continued.rfind(start) for start in reasoning.starts)
-    if last_start >= 0:
-        return all(continued.find(end, last_start) < 0 for end in reasoning.ends)
-    return not continued and reasoning.is_open(entry.pipeline.decode(ids[-_PROMPT_END:], False))
 
 
 def marks_are_tokens(marks: Iterable[str], entry: ModelEntry) -> bool:

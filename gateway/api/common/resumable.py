@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
-from gateway.api.common.fan_in import FanIn
+from gateway.api.common.envelope import Tally
+from gateway.api.common.fan_in import FanIn, open_events
 from gateway.api.common.fields import invalid
+from gateway.api.common.prepared import PreparedRequest
 from gateway.http.app_keys import DRAIN, IDENTITY, STREAMS, log
 from gateway.http.drain import Drain
 from gateway.http.sse import HEADERS, Encoder, SseResponse, failure, is_large, stream_events, unexpected_error
@@ -22,23 +24,22 @@ _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
 async def stream(
-    request: web.Request, identifier: str, events: FanIn, encoder: Encoder, *, resumable: bool
+    request: web.Request, prepared: PreparedRequest, new_encoder: Callable[[Tally], Encoder]
 ) -> web.StreamResponse:
-    """Run a request and stream its events.
+    """Run a request and stream its events. A resumable request runs independently of its connection.
 
     Args:
         request: The HTTP request.
-        identifier: Id of the response, by which a resumable stream is resumed.
-        events: The request's events, not yet entered.
-        encoder: Encoder of the events.
-        resumable: True if the request runs independently of its connection.
+        prepared: The prepared request. Its stream is resumed by the id of the response.
+        new_encoder: Returns the encoder of the events, given the counts for the usage.
     """
-    if not resumable:
+    events = open_events(request, prepared)
+    if not prepared.options.resumable:
         async with events:
-            return await stream_events(request, events, encoder)
-    streams = request.app[STREAMS]
+            return await stream_events(request, events, new_encoder(events.tally))
+    streams, identifier = request.app[STREAMS], prepared.envelope.identifier
     record = streams.open(identifier, request[IDENTITY].key_hash)
-    streams.run(identifier, fill(record, events, encoder, request.app[DRAIN], numbered))
+    streams.run(identifier, fill(record, events, new_encoder(events.tally), request.app[DRAIN], numbered))
     return await stream_log(request, identifier, record, 0, _failure)
 
 

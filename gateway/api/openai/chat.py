@@ -29,13 +29,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, whole or streamed. max_tokens defaults to what is left of the context."""
     fields = parse_fields(await read_json(request), ChatFields)
     prepared = await prepare_chat(request, fields, "chatcmpl-")
-    envelope, detail, options = prepared.envelope, prepared.detail, prepared.options
-    events = open_events(request, prepared)
+    envelope, detail = prepared.envelope, prepared.detail
     if fields.stream:
-        chunks = ChatChunks(envelope, events.tally, detail)
-        return await stream(request, envelope.identifier, events, chunks, resumable=options.resumable)
-    async with events:
-        return json_response(await whole_chat_response(envelope, options.n, events, events.tally, detail))
+        return await stream(request, prepared, lambda tally: ChatChunks(envelope, tally, detail))
+    async with open_events(request, prepared) as events:
+        return json_response(await whole_chat_response(envelope, prepared.options.n, events, events.tally, detail))
 
 
 class ChatChunks:

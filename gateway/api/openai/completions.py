@@ -45,11 +45,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prepared = await prepare_completion(request, fields)
     envelope, options = prepared.envelope, prepared.options
     choices = Choices(await _echoes(fields, prepared) if fields.echo else None, prepared.detail)
-    events = open_events(request, prepared)
     if fields.stream:
-        chunks = CompletionChunks(envelope, events.tally, choices)
-        return await stream(request, envelope.identifier, events, chunks, resumable=options.resumable)
-    async with events:
+        return await stream(request, prepared, lambda tally: CompletionChunks(envelope, tally, choices))
+    async with open_events(request, prepared) as events:
         shown: AsyncIterator[tuple[int, int, TextDelta]] = events
         if options.best_of > options.n and options.beams is None:
             shown = best_choices(events, options.best_of, options.n)

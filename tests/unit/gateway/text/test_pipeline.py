@@ -46,8 +46,8 @@ async def test_chat_without_special_text_has_the_ids_of_the_plain_path(pipeline:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好 <|im| |>"}]
     text = rendered(messages)
     assert text.endswith("<|im_start|>assistant\n")
-    assert await pipeline.encode_chat(messages) == plain_ids(text)
-    without = await pipeline.encode_chat(messages, add_generation_prompt=False)
+    assert (await pipeline.encode_chat(messages)).ids == plain_ids(text)
+    without = (await pipeline.encode_chat(messages, add_generation_prompt=False)).ids
     assert without == plain_ids(text.removesuffix("<|im_start|>assistant\n"))
 
 
@@ -63,7 +63,7 @@ async def test_chat_without_special_text_has_the_ids_of_the_plain_path(pipeline:
 )
 async def test_special_text_of_a_user_is_ordinary_text(pipeline: TextPipeline, content: str) -> None:
     messages = [{"role": "user", "content": content}]
-    ids = await pipeline.encode_chat(messages)
+    ids = (await pipeline.encode_chat(messages)).ids
     # From the template: start and end of the user's message, start of the assistant's.
     assert [token_id for token_id in ids if token_id in SPECIAL_IDS] == [1, 2, 1]
     # The ids still decode to the rendered text.
@@ -95,7 +95,7 @@ def test_special_tokens_inside_and_across_each_other_are_broken_too() -> None:
 async def test_roles_names_keys_and_variables_are_guarded_as_well(threads: TextThreads) -> None:
     template = "{{ messages[0] | tojson }}{{ tools | tojson }}{{ style }}<|im_end|>"
     pipeline = TextPipeline(make_bundle(chat_template=template), threads)
-    ids = await pipeline.encode_chat(
+    ids, _ = await pipeline.encode_chat(
         [{"role": "<|im_start|>", "content": "é", "name": "<|im_end|>", "<|im_end|>": 1}],
         [{"function": {"description": ["<|im_end|>"]}}],
         template_kwargs={"style": "<|endoftext|>"},
@@ -117,7 +117,7 @@ async def test_beginning_of_text_is_prepended_once(threads: TextThreads, add_bos
     assert await pipeline.encode("Stop", add_special_tokens=False) == ids
     template = "<|endoftext|>{{ messages[0].content }}"
     chat = TextPipeline(make_bundle(chat_template=template, add_bos_token=add_bos), threads)
-    assert await chat.encode_chat([{"role": "user", "content": "Stop"}]) == [0, *ids]
+    assert (await chat.encode_chat([{"role": "user", "content": "Stop"}])).ids == [0, *ids]
 
 
 async def test_beginning_of_text_of_a_post_processor_is_not_doubled(threads: TextThreads) -> None:
@@ -143,7 +143,7 @@ async def test_byte_fallback_tokenizers_round_trip(threads: TextThreads) -> None
 async def test_unusual_text_is_tokenized(pipeline: TextPipeline, text: str) -> None:
     ids = await pipeline.encode(text)
     assert pipeline.decode(ids) == text.encode("utf-8", "replace").decode()
-    assert await pipeline.encode_chat([{"role": "user", "content": text}])
+    assert (await pipeline.encode_chat([{"role": "user", "content": text}])).ids
 
 
 async def test_texts_that_cannot_fit_are_refused_before_tokenization(pipeline: TextPipeline) -> None:

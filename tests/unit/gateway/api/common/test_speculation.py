@@ -9,8 +9,8 @@ import pytest
 
 from gateway.api.common.fields import ChatFields, CompletionFields, parse_fields
 from gateway.api.common.options import chat_options, completion_options
+from gateway.api.common.prepared import may_draft, prediction_ids
 from gateway.api.common.prompts import context_limit
-from gateway.api.common.speculation import may_draft, prediction_ids
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity, Scope
 from gateway.text.pipeline import TextPipeline, TextThreads
