@@ -13,11 +13,11 @@ import re
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
+import aiohttp
 import orjson
 
-from scripts._bench.gateway_processes import TEXT, Client, gateways, get, post
+from scripts._bench.gateway_processes import TEXT, BenchError, gateway
 from scripts._bench.measurements import open_files, resident_bytes
 
 _CLIENTS = 32
@@ -32,7 +32,7 @@ _UNFINISHED = 10_000
 """Tokens of a stream that does not end during the benchmark."""
 _STREAM_ID = re.compile(rb'"id":"(chatcmpl-[0-9a-f]+)"')
 
-Sender = Callable[[Client, Iterator[int]], Coroutine[None, None, None]]
+Sender = Callable[[aiohttp.ClientSession, Iterator[int]], Coroutine[None, None, None]]
 """Sends one request for each number of an iterator that all clients share."""
 
 
@@ -76,101 +76,103 @@ def _ratio(samples: list[Sample]) -> float:
 async def measure_growth(num_requests: int) -> Growth:
     """Measure series "requests". Raises BenchError for an unexpected response."""
     growth = Growth()
-    async with gateways(1, 0.0) as (port, (pid,)):
-        growth.samples["requests"] = await _sample(port, pid, num_requests, _send_all_kinds)
+    async with gateway(0.0) as (session, pid):
+        growth.samples["requests"] = await _sample(session, pid, num_requests, _send_all_kinds)
     growth.judge()
     return growth
 
 
-async def measure_stores(num_requests: int, *, default_bounds: bool = False) -> Growth:
-    """Measure series "responses" and "streams". Raises BenchError for an unexpected response.
-
-    Args:
-        num_requests: Number of responses, and of streams.
-        default_bounds: Keep the default bounds; responses and streams are then longer, so that the bounds are reached.
-    """
+async def measure_stores(num_requests: int) -> Growth:
+    """Measure series "responses" and "streams" of `num_requests` each. Raises BenchError for an unexpected response."""
     growth = Growth()
-    flags, text, length = ((), TEXT * 400, 100) if default_bounds else (_SMALL_BOUNDS, TEXT, 1)
-    async with gateways(1, _TICK, *flags) as (port, (pid,)):
-        growth.samples["responses"] = await _sample(port, pid, num_requests, partial(_respond, text))
-        growth.samples["streams"] = await _sample(port, pid, num_requests, partial(_abandon, length))
+    async with gateway(_TICK, *_SMALL_BOUNDS) as (session, pid):
+        growth.samples["responses"] = await _sample(session, pid, num_requests, _respond)
+        growth.samples["streams"] = await _sample(session, pid, num_requests, _abandon)
     growth.judge()
     return growth
 
 
-async def _sample(port: int, pid: int, num_requests: int, send: Sender) -> list[Sample]:
+async def _sample(session: aiohttp.ClientSession, pid: int, num_requests: int, send: Sender) -> list[Sample]:
     """Send requests over concurrent connections, and sample the process after each tenth of them."""
     numbers = iter(range(num_requests))
     samples: list[Sample] = []
     for index in range(1, _NUM_SAMPLES + 1):
         count = num_requests * index // _NUM_SAMPLES
         part = itertools.islice(numbers, count - (samples[-1].requests if samples else 0))
-        clients = [Client(port) for _ in range(_CLIENTS)]
         async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(send(client, part))
-        for client in clients:
-            client.abort()
+            for _ in range(_CLIENTS):
+                group.create_task(send(session, part))
         await asyncio.sleep(_EXPIRY_SECONDS)
         samples.append(Sample(count, resident_bytes(pid) / 1000, open_files(pid)))
         print(f"{count:,}: {samples[-1].kilobytes:,.0f} KB", file=sys.stderr, flush=True)
     return samples
 
 
-async def _send_all_kinds(client: Client, numbers: Iterator[int]) -> None:
+async def _ask(
+    session: aiohttp.ClientSession, path: str, fields: object = None, status: int = 200, method: str = "POST"
+) -> bytes:
+    """Send a request and return the body. Raises BenchError for another status."""
+    async with session.request(method, path, json=fields) as response:
+        body = await response.read()
+    if response.status != status:
+        raise BenchError(f"{path}: expected status {status}, not {response.status}: {body[:200]!r}")
+    return body
+
+
+async def _send_all_kinds(session: aiohttp.ClientSession, numbers: Iterator[int]) -> None:
     completion = {"model": "fake", "prompt": TEXT, "max_tokens": 4}
     chat = {"model": "fake", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "n": 2}
     for number in numbers:
         match number % 6:
             case 0:
-                await client.ask(post("/v1/completions", **completion, stream=True))
+                await _ask(session, "/v1/completions", {**completion, "stream": True})
             case 1:
-                await client.ask(post("/v1/completions", **completion, logprobs=2))
+                await _ask(session, "/v1/completions", {**completion, "logprobs": 2})
             case 2:
-                await client.ask(post("/v1/chat/completions", **chat, stream=True))
+                await _ask(session, "/v1/chat/completions", {**chat, "stream": True})
             case 3:
-                await client.ask(post("/v1/chat/completions", **chat, stop=["no such text"]))
+                await _ask(session, "/v1/chat/completions", {**chat, "stop": ["no such text"]})
             case 4:
-                await client.ask(post("/v1/completions", **completion, best_off=2), 400)
+                await _ask(session, "/v1/completions", {**completion, "best_off": 2}, 400)
             case 5:
-                await client.begin(post("/v1/completions", **{**completion, "max_tokens": 64}, stream=True), 200)
-                client.abort()
+                fields = {**completion, "max_tokens": 64, "stream": True}
+                (await session.post("/v1/completions", json=fields)).close()
 
 
-async def _respond(text: str, client: Client, numbers: Iterator[int]) -> None:
+async def _respond(session: aiohttp.ClientSession, numbers: Iterator[int]) -> None:
     """Hold conversations of a few turns: stored, streamed, in the background, not stored, deleted, and abandoned."""
     previous: str | None = None
     for turn, number in enumerate(numbers):
-        fields: dict[str, object] = {"model": "fake", "input": text * (1 + number % 5), "max_output_tokens": 3}
+        fields: dict[str, object] = {"model": "fake", "input": TEXT * (1 + number % 5), "max_output_tokens": 3}
         match turn % 8:
             case 0 | 1 | 2:
                 if previous is not None:
                     fields["previous_response_id"] = previous
-                previous = await _create(client, fields)
+                previous = await _create(session, fields)
             case 3:
-                await client.ask(post("/v1/responses", **fields, stream=True))
+                await _ask(session, "/v1/responses", {**fields, "stream": True})
             case 4:
-                path = f"/v1/responses/{await _create(client, {**fields, 'background': True})}"
-                while orjson.loads(await client.ask(get(path)))["status"] in ("queued", "in_progress"):  # noqa: ASYNC110
+                path = f"/v1/responses/{await _create(session, {**fields, 'background': True})}"
+                while orjson.loads(await _ask(session, path, method="GET"))["status"] in ("queued", "in_progress"):  # noqa: ASYNC110
                     await asyncio.sleep(_TICK)
             case 5:
-                await client.ask(post("/v1/responses", **fields, store=False))
+                await _ask(session, "/v1/responses", {**fields, "store": False})
             case 6:
                 if previous is not None:
-                    await client.ask(get(f"/v1/responses/{previous}", "DELETE"))
+                    await _ask(session, f"/v1/responses/{previous}", method="DELETE")
                 previous = None
-                await _create(client, fields)
+                await _create(session, fields)
             case 7:
-                body, _ = await client.begin(post("/v1/responses", **fields, stream=True, background=True), 200)
-                await body.readuntil(b"\n\n")
-                client.abort()
+                response = await session.post("/v1/responses", json={**fields, "stream": True, "background": True})
+                await response.content.readuntil(b"\n\n")
+                response.close()
 
 
-async def _create(client: Client, fields: dict[str, object]) -> str:
-    return str(orjson.loads(await client.ask(post("/v1/responses", **fields)))["id"])
+async def _create(session: aiohttp.ClientSession, fields: dict[str, object]) -> str:
+    return str(orjson.loads(await _ask(session, "/v1/responses", fields))["id"])
 
 
-async def _abandon(length: int, client: Client, numbers: Iterator[int]) -> None:
+async def _abandon(session: aiohttp.ClientSession, numbers: Iterator[int]) -> None:
     """Disconnect from resumable streams after 0 to 5 events.
 
     One stream in eight does not end. One in four is resumed once and abandoned again.
@@ -179,24 +181,23 @@ async def _abandon(length: int, client: Client, numbers: Iterator[int]) -> None:
         fields = {
             "model": "fake",
             "messages": [{"role": "user", "content": TEXT * (1 + number % 5)}],
-            "max_tokens": _UNFINISHED if number % 8 == 0 else length * (1 + number % 7),
+            "max_tokens": _UNFINISHED if number % 8 == 0 else 1 + number % 7,
             "stream": True,
             "stream_options": {"resumable": True},
         }
-        body, _ = await client.begin(post("/v1/chat/completions", **fields), 200)
-        events = await _read_events(body, number % 6)
-        client.abort()
+        response = await session.post("/v1/chat/completions", json=fields)
+        events = await _read_events(response.content, number % 6)
+        response.close()
         found = _STREAM_ID.search(events)
         if found is not None and number % 4 == 0:
-            request = get(f"/v1/streams/{found[1].decode()}", Last_Event_ID="1")
             # 404: on a busy machine, the stream has expired by now.
-            body, head = await client.begin(request, 200, 404)
-            if head.startswith(b"HTTP/1.1 200"):
-                await _read_events(body, 2)
-            client.abort()
+            response = await session.get(f"/v1/streams/{found[1].decode()}", headers={"Last-Event-ID": "1"})
+            if response.status == 200:
+                await _read_events(response.content, 2)
+            response.close()
 
 
-async def _read_events(body: asyncio.StreamReader, count: int) -> bytes:
+async def _read_events(body: aiohttp.StreamReader, count: int) -> bytes:
     """Read the first `count` events, or all if there are fewer."""
     events = b""
     while events.count(b"\n\n") < count and b"[DONE]" not in events:

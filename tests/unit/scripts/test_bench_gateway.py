@@ -38,18 +38,15 @@ def test_memory_is_flat_without_growth_after_40_percent() -> None:
 
 def test_table_compares_with_bare_server() -> None:
     figures = Figures(
-        cpu_us_per_token={"64 streams, 1 process": 15.0},
+        cpu_us_per_token={"64 streams": 15.0},
         bare_us_per_write={"64 streams": 10.0},
-        cpu_ratio={"64 streams, 1 process": 1.5},
-        two_processes_ratio={"64 streams": 1.04},
-        two_bare_ratio={"64 streams": 1.02},
+        cpu_ratio={"64 streams": 1.5},
         idle_kilobytes=22.0,
         idle_streams=5000,
     )
     text = report(figures)
     assert "1.50x" in text and "5000 idle streams: 22.0 KB each" in text
-    assert "1.04x with 64 streams (bare servers 1.02x)" in text
-    assert json.loads(json.dumps(asdict(figures)))["cpu_ratio"] == {"64 streams, 1 process": 1.5}
+    assert json.loads(json.dumps(asdict(figures)))["cpu_ratio"] == {"64 streams": 1.5}
 
 
 def test_cpu_seconds_of_a_process() -> None:
