@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import json
 
+from pydantic import BaseModel
+
 from shared.messages import Finish, FinishReason, Submit
 from tests.fakes.hermes import Answer, Failure, call_text, conversation
 
 KEY = "sk-client-0123456789-and-more"
 HELLO = 'Hello \U0001f44b "you",\n\u2028 na\u00efve caf\u00e9!'
 PERSON = {"name": "Ada", "age": 36, "languages": ["en", "fr"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "detail": {"type": "object"}},
+    "required": ["city"],
+}
+"""Parameters of the function get_weather."""
 WEATHER = {"city": "Z\u00fcrich", "days": 2, "detail": {"units": ["C", "}"]}}
 """Nested, not ASCII, and with a bracket inside a string, where clients often close partial JSON."""
+
+
+class Person(BaseModel):
+    """Type of PERSON."""
+
+    name: str
+    age: int
+    languages: list[str]
 
 
 def _weather(results: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""One server for all clients of this folder, and Node's packages if Node is installed."""
+"""One server for all clients of this folder, OpenAI's client, and Node's packages if Node is installed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.clients.answers import ANSWERS, KEY, pace
@@ -25,6 +26,12 @@ def server() -> Iterator[PreparedServer]:
     """Run a server with the answers of tests.clients.answers; it requires KEY."""
     with PreparedServer(ANSWERS, flags=("--api-key", KEY), pace=pace) as running:
         yield running
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=30) as one:
+        yield one
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-
 import httpx
 import numpy as np
 import openai
@@ -14,15 +11,9 @@ from pydantic import SecretStr
 
 from tests.clients.answers import KEY
 from tests.fakes.prepared_server import MODEL
-from tests.fakes.vectors import HIDDEN_SIZE, unit_vector
+from tests.fakes.vectors import unit_vector
 
 TEXTS = ["The sky is blue.", "Caf\u00e9 \U0001f44b", "a"]
-
-
-@pytest.fixture
-def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=30) as one:
-        yield one
 
 
 def last_prompts(server, number: int) -> list[list[int]]:
@@ -50,22 +41,6 @@ def test_a_text_and_token_ids(client, server):
     assert same.embedding == one.embedding
     both = client.embeddings.create(model=MODEL, input=[prompt, prompt[:1]]).data
     np.testing.assert_allclose(both[1].embedding, unit_vector(prompt[:1]), rtol=1e-6)
-
-
-def test_more_than_openai_takes(client, server):
-    extra = {"pooling": "mean", "normalize": False, "add_special_tokens": False, "truncate_prompt_tokens": 2}
-    (one,) = client.embeddings.create(model=MODEL, input=TEXTS[0], extra_body=extra).data
-    (prompt,) = last_prompts(server, 1)
-    assert len(prompt) == 2 and len(one.embedding) == HIDDEN_SIZE
-    direction = np.array(one.embedding) / np.linalg.norm(one.embedding)
-    np.testing.assert_allclose(direction, unit_vector(prompt, "mean"), rtol=1e-5)
-
-
-async def test_async_clients_side_by_side(server):
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
-        answers = await asyncio.gather(*(client.embeddings.create(model=MODEL, input=TEXTS) for _ in range(8)))
-    vectors = [[one.embedding for one in answer.data] for answer in answers]
-    assert vectors == [vectors[0]] * 8 and len({tuple(vector) for vector in vectors[0]}) == 3
 
 
 def test_errors(client):

@@ -10,18 +10,10 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
-from tests.clients.answers import HELLO, KEY, PERSON, WEATHER
+from tests.clients.answers import HELLO, KEY, PERSON, WEATHER, Person
 from tests.fakes.prepared_server import MODEL
-
-
-class Person(BaseModel):
-    """Somebody."""
-
-    name: str
-    age: int
-    languages: list[str]
 
 
 @tool
@@ -113,11 +105,6 @@ def test_structured_output_by_schema(chat, server):
 def test_structured_output_by_a_function(chat):
     answer = chat.with_structured_output(Person, method="function_calling", include_raw=True).invoke("call a person")
     assert answer["parsed"] == Person(**PERSON) and answer["parsing_error"] is None
-
-
-def test_logprobs(chat):
-    answer = chat.bind(logprobs=True, top_logprobs=2).invoke("hello")
-    assert answer.response_metadata["logprobs"]["content"][0]["logprob"] == -0.5
 
 
 def test_errors(chat):

@@ -1,32 +1,19 @@
-"""/v1/responses with the official Python client, against prepared answers."""
+"""/v1/responses with the official Python client: stored, streamed, in the background, and without a store."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from typing import Any
 
 import openai
 import pytest
 
-from tests.clients.answers import HELLO, KEY, PERSON, WEATHER
-from tests.clients.test_openai_tools import PARAMETERS, Person
+from tests.clients.answers import HELLO, PARAMETERS, PERSON, WEATHER, Person
 from tests.fakes.prepared_server import MODEL
 
-TOOLS: list = [
-    {
-        "type": "function",
-        "name": "get_weather",
-        "description": "The weather.",
-        "parameters": PARAMETERS,
-        "strict": False,
-    }
-]
-
-
-@pytest.fixture
-def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=30) as one:
-        yield one
+TOOLS: list = [{"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": False}]
+STREAM = pytest.mark.parametrize("stream", [False, True])
 
 
 def test_create(client):
@@ -59,7 +46,7 @@ def test_parse(client):
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAM
 def test_a_tool_loop_by_previous_response_id(client, stream):
     if stream:
         with client.responses.stream(model=MODEL, input="weather?", tools=TOOLS) as events:
@@ -83,13 +70,7 @@ def test_a_tool_loop_by_previous_response_id(client, stream):
     )
 
 
-def test_two_calls_and_no_messages_between(client):
-    response = client.responses.create(model=MODEL, input="two cities?", tools=TOOLS)
-    assert [item.type for item in response.output] == ["function_call", "function_call"]
-    assert [json.loads(item.arguments)["city"] for item in response.output] == ["Bern", "Rome"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
+@STREAM
 def test_reasoning(client, stream):
     if stream:
         with client.responses.stream(model=MODEL, input="think") as events:
@@ -104,16 +85,6 @@ def test_reasoning(client, stream):
     items = [{"role": "user", "content": "x"}, *(item.to_dict() for item in response.output)]
     again = client.responses.create(model=MODEL, input=[*items, {"role": "user", "content": "hello"}])
     assert again.output_text == HELLO
-
-
-def test_logprobs(client):
-    include = ["message.output_text.logprobs"]
-    whole = client.responses.create(model=MODEL, input="hello", include=include, top_logprobs=2)
-    entries = whole.output[0].content[0].logprobs
-    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == HELLO
-    with client.responses.stream(model=MODEL, input="hello", include=include) as stream:
-        told = [entry for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs]
-    assert "".join(entry.token for entry in told)[:5] == "Hello"
 
 
 def test_the_life_of_a_stored_response(client):
@@ -142,25 +113,76 @@ def test_background(client):
     assert client.responses.retrieve(endless.id).status == "cancelled"
 
 
-def test_a_failure_in_a_stream(client):
-    stream = client.responses.create(model=MODEL, input="break", stream=True)
-    *_, last = list(stream)
-    assert last.type == "response.failed" and last.response.status == "failed"
-    assert last.response.error.code == "server_error"
+@STREAM
+def test_an_agent_without_a_store(client, stream):
+    """Store nothing and send back all output items, encrypted reasoning and call results, as Codex does."""
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "instructions": "Be kind.",
+        "tools": TOOLS,
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "session",
+        "stream": stream,
+    }
+    history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "think and call"}]}]
+    for _ in range(2):
+        answer = client.responses.create(input=history, **asked)
+        if stream:
+            output = [event.item for event in answer if event.type == "response.output_item.done"]
+        else:
+            output = answer.output
+        assert output[0].type == "reasoning" and output[0].encrypted_content
+        for item in output:
+            kept = item.to_dict()
+            if item.type == "reasoning":
+                del kept["content"], kept["id"], kept["status"]
+            history.append(kept)
+            if item.type == "function_call":
+                history.append({"type": "function_call_output", "call_id": item.call_id, "output": "sunny"})
+    assert output[-1].content[0].text == "Done."
 
 
-def test_input_tokens(client):
-    count = client.responses.input_tokens.count(model=MODEL, input="hello", tools=TOOLS)
-    whole = client.responses.create(model=MODEL, input="hello", tools=TOOLS)
-    assert count.input_tokens == whole.usage.input_tokens
+def test_a_background_stream_is_gone_on_with_where_it_broke(client):
+    """The client continues from any event, also while the response waits."""
+    kinds = ["created", "queued", "in_progress"]
+    for seen in range(1, 5):
+        events: list[Any] = []
+        with client.responses.create(model=MODEL, input="hello", stream=True, background=True) as stream:
+            while len(events) < seen:
+                events.append(next(iter(stream)))
+        made, cursor = events[0].response.id, events[-1].sequence_number
+        events += client.responses.retrieve(made, stream=True, starting_after=cursor)
+        assert [event.type.removeprefix("response.") for event in events[:3]] == kinds
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].type == "response.completed" and events[-1].response.output_text == HELLO
 
 
-async def test_async(server):
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=30) as client:
-        first = await client.responses.create(model=MODEL, input="hello")
-        stream = await client.responses.create(model=MODEL, input="think", previous_response_id=first.id, stream=True)
-        events = [event async for event in stream]
-        assert events[-1].type == "response.completed" and events[-1].response.output_text == "Four."
-        found = await client.responses.retrieve(events[-1].response.id)
-        assert found.previous_response_id == first.id
-        await client.responses.delete(first.id)
+@pytest.mark.parametrize("deletes", [False, True])
+@pytest.mark.parametrize("helper", [False, True])
+def test_readers_see_that_a_response_was_cancelled(client, deletes, helper):
+    made = client.responses.create(model=MODEL, input="endless", background=True).id
+    end = client.responses.delete if deletes else client.responses.cancel
+    kinds: list[str] = []
+    ending = threading.Thread(target=end, args=(made,))
+
+    def read(stream: Any) -> Any:
+        """Return the last event."""
+        for event in stream:
+            if event.type == "response.output_text.delta" and event.type not in kinds:
+                ending.start()
+            kinds.append(event.type)
+        return event
+
+    if helper:
+        with client.responses.stream(response_id=made) as stream:
+            last = read(stream)
+            with pytest.raises(RuntimeError, match="completed"):
+                stream.get_final_response()
+    else:
+        last = read(client.responses.retrieve(made, stream=True))
+    ending.join()
+    assert last.type == "response.incomplete" and last.response.status == "cancelled"

@@ -129,6 +129,40 @@ def parse_events(raw: bytes) -> list[Any]:
     return events
 
 
+def assembled(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Assemble the choices of a chat stream in the shape of those of a whole response.
+
+    Check the rules for deltas (reports 14, 26, 27): the role, and the id, type and name of a call are sent once, and no
+    field is null.
+    """
+    choices: dict[int, dict[str, Any]] = {}
+    for news in (news for chunk in chunks for news in chunk["choices"]):
+        delta = news["delta"]
+        if (choice := choices.get(news["index"])) is None:
+            assert delta == {"role": "assistant", "content": ""}
+            message = {"role": "assistant", "content": "", "refusal": None}
+            choices[news["index"]] = {"index": news["index"], "message": message, "finish_reason": None}
+            continue
+        assert "role" not in delta and None not in delta.values() and choice["finish_reason"] is None
+        message = choice["message"]
+        for name in delta.keys() & {"content", "reasoning", "reasoning_content"}:
+            message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", []):
+            _add_to_calls(message.setdefault("tool_calls", []), call)
+        choice["finish_reason"] = news["finish_reason"]
+    return [choices[index] for index in sorted(choices)]
+
+
+def _add_to_calls(calls: list[dict[str, Any]], news: dict[str, Any]) -> None:
+    function = news["function"]
+    if news["index"] == len(calls):
+        assert set(news) == {"index", "id", "type", "function"} and function["arguments"] == ""
+        calls.append({"id": news["id"], "type": news["type"], "function": {**function}})
+    else:
+        assert set(news) == {"index", "function"} and set(function) == {"arguments"} and function["arguments"]
+        calls[news["index"]]["function"]["arguments"] += function["arguments"]
+
+
 @asynccontextmanager
 async def run_gateway(
     generator: FakeGenerator | None = None,
@@ -153,8 +187,6 @@ async def run_gateway(
     """Run a gateway; with `keys` it accepts USER_KEY, OTHER_KEY and ADMIN_KEY."""
     generator = generator or FakeGenerator()
     models = models or FakeModels()
-    ring = [ApiKey.of(USER_KEY, Scope.INFERENCE, "user"), ApiKey.of(OTHER_KEY, Scope.INFERENCE, "other")]
-    ring.append(ApiKey.of(ADMIN_KEY, Scope.ADMIN, "admin"))
     registry = CollectorRegistry()
     services = Services(
         models=models,

@@ -1,4 +1,4 @@
-"""Browser shared by all tests."""
+"""Gateway and browser shared by all tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tests.fakes.browser import Page, chromium, new_page
+from tests.fakes.http_gateway import Gateway, run_gateway
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    """Run a gateway without keys over a fake generator, and check that no generation is left at the end."""
+    async with run_gateway() as running:
+        yield running
+        assert await running.generations_left() == 0
 
 
 @pytest.fixture(scope="session")

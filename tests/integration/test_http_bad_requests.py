@@ -11,19 +11,17 @@ import pytest
 
 from shared.errors import RateLimitError
 from tests.fakes.fake_generator import MODEL
-from tests.fakes.http_gateway import run_gateway
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-async def gateway():
-    async with run_gateway() as running:
-        yield running
-        # After every case the next request is served and no generation is left.
-        assert (await running.chat())[0] == 200
-        assert (await running.complete())[0] == 200
-        assert await running.generations_left() == 0
+async def gateway(gateway):
+    yield gateway
+    # After every case the next request is served.
+    gateway.generator.submit_error = None
+    assert (await gateway.chat())[0] == 200
+    assert (await gateway.complete())[0] == 200
 
 
 def is_named(body, param):
@@ -31,9 +29,12 @@ def is_named(body, param):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["param"] is not None and error["param"].startswith(param), error
-    text = str(body)
-    assert not any(sign in text for sign in ("/home", "/work", "site-packages", "0x", "Traceback", 'File "'))
+    assert not shows_internals(body)
     return True
+
+
+def shows_internals(body):
+    return any(sign in str(body) for sign in ("/home", "/work", "site-packages", "0x", "Traceback", 'File "'))
 
 
 @pytest.mark.parametrize(
@@ -66,37 +67,6 @@ async def test_too_many_choices_over_all_prompts(gateway):
     assert status == 400 and is_named(body, "n")
     status, body, _ = await gateway.complete(prompt=["a"] * 1000)
     assert status == 400 and is_named(body, "prompt")
-
-
-FLOATS = [
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "typical_p",
-    "typ_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "mirostat_tau",
-    "mirostat_eta", "dry_multiplier", "dry_base", "length_penalty",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("token", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999"])
-@pytest.mark.parametrize("name", [*FLOATS, "logit_bias"])
-async def test_numbers_that_are_not_finite(gateway, name, token):
-    # CVE-2026-54235
-    value = b'{"5":' + token + b"}" if name == "logit_bias" else token
-    raw = b'{"model":"fake-model","prompt":"hi","%s":%s}' % (name.encode(), value)
-    status, body, _ = await gateway.post("/v1/completions", raw)
-    assert status == 400 and body["error"]["type"] == "invalid_request_error"
-
-
-INTEGERS = [
-    "max_tokens", "top_k", "min_tokens", "n", "seed", "priority", "logprobs", "best_of", "mirostat", "prompt_logprobs",
-    "truncate_prompt_tokens", "dry_allowed_length", "dry_penalty_last_n",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", [2**63, 2**200, 1e30, 1.0, "5", True, [], {}, -(2**200)])
-@pytest.mark.parametrize("name", INTEGERS)
-async def test_integers_out_of_range_or_of_another_type(gateway, name, value):
-    # CVE-2026-21869
-    status, body, _ = await gateway.complete(**{name: value})
-    assert status == 400 and is_named(body, name)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +142,24 @@ async def test_template_variables_that_requests_may_not_set(gateway, name):
     assert not gateway.models.entry.pipeline.messages
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c"}
+TEXT = {"type": "text", "text": "a"}
+
+
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+def call(**changes):
+    return {"role": "assistant", "content": None, "tool_calls": [{**CALL, **changes}]}
+
+
+def function(**changes):
+    return call(function={**CALL["function"], **changes})
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -183,20 +171,39 @@ async def test_template_variables_that_requests_may_not_set(gateway, name):
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "wizard", "content": "x"}], "messages[0].role"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role"),
-        ([{"role": "user", "content": None}], "messages[0].content"),
-        ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": []}], "messages[0].content"),
-        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "messages[0].content[0].x"),
-        (
-            [{"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "odd"}]}],
-            "messages[0].content[1].type",
-        ),
-        ([*MESSAGES, {"role": "user", "content": "x", "weight": 1}], "messages[1].weight"),
-        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+        ([{"role": "function", "content": "a", "name": "f"}], "messages[0].role"),
+        ([user(None)], "messages[0].content"),
+        ([user(5)], "messages[0].content"),
+        ([user([])], "messages[0].content"),
+        ([user(["x"])], "messages[0].content[0]"),
+        ([user([{"type": "text"}])], "messages[0].content[0].text"),
+        ([user([{**TEXT, "x": 1}])], "messages[0].content[0].x"),
+        ([user([{"type": "refusal", "refusal": "No."}])], "messages[0].content[0].type"),
+        ([{"role": "tool", "content": [TEXT, {"type": "odd"}]}], "messages[0].content[1].type"),
+        ([*MESSAGES, user("x", weight=1)], "messages[1].weight"),
+        ([user("x", name=5)], "messages[0].name"),
+        ([user("x", tool_calls=[CALL])], "messages[0].tool_calls"),
         ([{"role": "system", "content": ""}], "messages"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
+        ([{"role": "assistant", "content": "a", "function_call": {"name": "f"}}], "messages[0].function_call"),
+        ([{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}], "messages[0].reasoning"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
+        ([{"role": "tool", "tool_call_id": "c", "content": "x"}], "messages[0].tool_call_id"),
+        ([CALLED, {"role": "tool", "content": "x"}], "messages[1].tool_call_id"),
+        ([CALLED, {"role": "tool", "tool_call_id": "d", "content": "x"}], "messages[1].tool_call_id"),
+        ([CALLED, {**RESULT, "content": [{"type": "image_url"}]}], "messages[1].content[0].type"),
+        ([CALLED, {**RESULT, "content": [TEXT, {"type": "x"}]}], "messages[1].content[1].type"),
+        ([call(id=None)], "messages[0].tool_calls[0].id"),
+        ([call(id="")], "messages[0].tool_calls[0].id"),
+        ([call(type="custom")], "messages[0].tool_calls[0].type"),
+        ([call(extra=1)], "messages[0].tool_calls[0].extra"),
+        ([call(function=None)], "messages[0].tool_calls[0].function"),
+        ([call(function={"name": "f"})], "messages[0].tool_calls[0].function.arguments"),
+        ([function(name=5)], "messages[0].tool_calls[0].function.name"),
+        ([function(arguments={})], "messages[0].tool_calls[0].function.arguments"),
+        ([function(arguments="[" * 100_000)], "messages[0].tool_calls[0].function.arguments"),
+        ([function(parsed=1)], "messages[0].tool_calls[0].function.parsed"),
     ],
 )
 async def test_malformed_messages(gateway, messages, param):
@@ -220,7 +227,7 @@ async def test_malformed_messages(gateway, messages, param):
 async def test_parts_that_are_no_text_are_refused_by_place(gateway, part):
     # CVE-2025-6242, CVE-2026-34755: the gateway has no HTTP client and never fetches a URL.
     content = [{"type": "text", "text": "look"}, part]
-    status, body, _ = await gateway.chat(messages=[*MESSAGES, {"role": "user", "content": content}])
+    status, body, _ = await gateway.chat(messages=[*MESSAGES, user(content)])
     assert status == 400 and is_named(body, "messages[1].content[1].type")
 
 
@@ -232,10 +239,6 @@ async def test_invalid_model_names_are_refused(gateway, model):
         assert status == 404 and body["error"]["code"] == "model_not_found" and len(str(body)) < 500
 
 
-PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
-
-
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "raw",
     [
@@ -246,13 +249,20 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
     ],
     ids=range(24),
 )  # fmt: skip
-async def test_bodies_that_are_no_json_object(gateway, path, raw):
+async def test_bodies_that_are_no_json_object(gateway, raw):
     # CVE-2026-73555: on every route, and the answer shows no internals of the server.
-    status, body, headers = await gateway.post(path, raw)
-    assert status == 400 and headers["x-request-id"]
-    assert body["error"]["type"] == "invalid_request_error"
-    assert body["error"]["code"] in ("invalid_json", "too_many_values")
-    assert not any(sign in str(body) for sign in ("/home", "/work", "site-packages", "0x", "Traceback", 'File "'))
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        status, body, headers = await gateway.post(path, raw)
+        assert status == 400 and headers["x-request-id"]
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["code"] in ("invalid_json", "too_many_values")
+        assert not shows_internals(body)
+
+
+async def test_arguments_with_too_many_values(gateway):
+    message = function(arguments='{"a": [' + "1," * 200_000 + "1]}")
+    status, body, _ = await gateway.chat(messages=[message] * 2)
+    assert status == 400 and body["error"]["code"] == "too_many_values"
 
 
 async def test_duplicate_keys_deeper_down(gateway):
@@ -276,9 +286,8 @@ async def test_nesting_that_would_overrun_what_walks_it(gateway, depth):
         deep = {"a": deep}
     status, body, _ = await gateway.chat(chat_template_kwargs=deep)
     assert status == 400 and body["error"]["code"] == "too_deep"
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": deep})}}
-    status, body, _ = await gateway.chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
-    assert status == 400 and is_named(body, f"messages[{len(MESSAGES)}].tool_calls[0].function.arguments")
+    status, body, _ = await gateway.chat(messages=[*MESSAGES, function(arguments=json.dumps({"a": deep}))])
+    assert status == 400 and is_named(body, "messages[1].tool_calls[0].function.arguments")
 
 
 @pytest.mark.parametrize(
@@ -305,14 +314,13 @@ async def test_media_types(gateway, headers, status):
         assert body["error"]["code"] == "unsupported_media_type"
 
 
-async def test_admission_limit():
+async def test_admission_limit(gateway):
     # 69
-    async with run_gateway() as gateway:
-        gateway.generator.submit_error = RateLimitError("Busy.", retry_after=1.25)
-        for fields in ({}, {"stream": True}):
-            status, body, headers = await gateway.chat(**fields)
-            assert status == 429 and body["error"]["code"] == "rate_limit_exceeded"
-            assert headers["Retry-After"] == "2" and headers["retry-after-ms"] == "1250"
+    gateway.generator.submit_error = RateLimitError("Busy.", retry_after=1.25)
+    for fields in ({}, {"stream": True}):
+        status, body, headers = await gateway.chat(**fields)
+        assert status == 429 and body["error"]["code"] == "rate_limit_exceeded"
+        assert headers["Retry-After"] == "2" and headers["retry-after-ms"] == "1250"
 
 
 async def test_model_is_required(gateway):

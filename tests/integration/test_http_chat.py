@@ -15,136 +15,32 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "answer", "argu
 REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
 
 
-async def test_whole_answer():
-    async with run_gateway(FakeGenerator(spell("Hello", cached=3))) as gateway:
-        status, body, headers = await gateway.chat()
-        assert status == 200
-        assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
-        assert body["choices"] == [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "Hello", "refusal": None},
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-            }
-        ]
-        prompt_tokens = len("user: hi\nassistant:")
-        assert body["usage"] == {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": 5,
-            "total_tokens": prompt_tokens + 5,
-            "prompt_tokens_details": {"cached_tokens": 3},
-            "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
-        }
-        assert headers["x-request-id"] and headers["openai-version"] and int(headers["openai-processing-ms"]) >= 0
-        limits = {name.removeprefix("x-ratelimit-"): value for name, value in headers.items() if "x-ratelimit" in name}
-        assert limits == {
-            "limit-requests": "384",
-            "remaining-requests": "383",
-            "reset-requests": "1s",
-            "limit-tokens": "262144",
-            "remaining-tokens": "258144",
-            "reset-tokens": "6m2s",
-        }
-
-
-async def test_stream_chunks():
-    async with run_gateway() as gateway:
-        events = await gateway.stream_chat()
-        assert events[-1] == "[DONE]"
-        chunks = events[:-1]
-        assert {(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks} == {
-            (chunks[0]["id"], chunks[0]["created"], "fake-model")
-        }
-        assert all(chunk["object"] == "chat.completion.chunk" and "usage" not in chunk for chunk in chunks)
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        # 14: the role is in the first delta only, and no field of a delta is null.
-        assert deltas == [{"role": "assistant", "content": ""}, *({"content": c} for c in "Hello"), {}]
-        # 12: exactly one finish reason.
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 6 + ["stop"]
-
-
-async def test_usage_chunk_comes_last_and_other_chunks_say_null():
-    # 16
-    async with run_gateway(FakeGenerator(spell("ab", cached=2))) as gateway:
-        *chunks, usage, done = await gateway.stream_chat(stream_options={"include_usage": True})
-        whole = (await gateway.chat())[1]["usage"]
-        assert done == "[DONE]"
-        assert usage["choices"] == [] and usage["usage"] == whole
-        assert usage["id"] == chunks[0]["id"]
-        assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
-
-
-async def test_continuous_usage_counts_up_to_that_of_the_whole():
-    # 18
-    async with run_gateway(FakeGenerator(spell("Hello", cached=2))) as gateway:
-        options = {"continuous_usage_stats": True, "include_usage": True}
-        *chunks, done = await gateway.stream_chat(stream_options=options)
-        whole = (await gateway.chat())[1]["usage"]
-        assert done == "[DONE]" and chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole
-        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts == sorted(counts) and counts[0] <= 1 and len(set(counts)) > 3
-
-
-async def test_several_choices_share_one_stream():
-    async with run_gateway(FakeGenerator(spell("ab"))) as gateway:
-        events = await gateway.stream_chat(n=3, stream_options={"include_usage": True})
-        texts, reasons = ["", "", ""], [0, 0, 0]
-        for chunk in events[:-2]:
-            (choice,) = chunk["choices"]
-            texts[choice["index"]] += choice["delta"].get("content", "")
-            reasons[choice["index"]] += choice["finish_reason"] is not None
-        assert texts == ["ab"] * 3 and reasons == [1, 1, 1]
-        assert events.count("[DONE]") == 1
-        assert events[-2]["usage"]["prompt_tokens"] == len("user: hi\nassistant:")
-        assert events[-2]["usage"]["completion_tokens"] == 6
-        assert gateway.generator.requests[0].n == 3
-
-
-async def test_error_before_the_first_byte_has_its_own_status():
+async def test_error_before_the_first_byte_has_its_own_status(gateway):
     # 19
     script = [InternalError("It broke.")]
-    async with run_gateway(FakeGenerator(lambda _: list(script))) as gateway:
-        for fields in ({}, {"stream": True}):
-            status, body, headers = await gateway.chat(**fields)
-            assert status == 500 and body["error"]["message"] == "It broke."
-            assert headers["x-request-id"]
-        script[0] = WorkerLostError("The worker died.", retry_after=3)
-        status, body, headers = await gateway.chat(stream=True)
-        assert status == 503 and body["error"]["code"] == "worker_lost" and headers["Retry-After"] == "3"
+    gateway.generator.script = lambda _: list(script)
+    for fields in ({}, {"stream": True}):
+        status, body, headers = await gateway.chat(**fields)
+        assert status == 500 and body["error"]["message"] == "It broke."
+        assert headers["x-request-id"]
+    script[0] = WorkerLostError("The worker died.", retry_after=3)
+    status, body, headers = await gateway.chat(stream=True)
+    assert status == 503 and body["error"]["code"] == "worker_lost" and headers["Retry-After"] == "3"
 
 
-async def test_error_after_headers_is_an_event_and_never_looks_like_success():
-    # 20, 22, 24
-    steps = [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
-    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
-        *chunks, error, done = await gateway.stream_chat(stream_options={"include_usage": True})
-        assert done == "[DONE]"
-        assert error == {
-            "error": {
-                "message": "The worker died.",
-                "type": "service_unavailable_error",
-                "param": None,
-                "code": "worker_lost",
-            }
-        }
-        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
-
-
-async def test_an_end_without_finish_reason_is_a_failure():
+async def test_an_end_without_finish_reason_is_a_failure(gateway):
     # 25
-    async with run_gateway(FakeGenerator(lambda _: [TextDelta(0, "Hel", [1])])) as gateway:
-        assert (await gateway.chat())[0] == 500
-        events = await gateway.stream_chat()
-        assert events[-1] == "[DONE]" and events[-2]["error"]["type"] == "server_error"
+    gateway.generator.script = lambda _: [TextDelta(0, "Hel", [1])]
+    assert (await gateway.chat())[0] == 500
+    events = await gateway.stream_chat()
+    assert events[-1] == "[DONE]" and events[-2]["error"]["type"] == "server_error"
 
 
-async def test_a_bug_is_a_500_without_internals():
-    async with run_gateway(FakeGenerator(lambda _: [ZeroDivisionError("/secret/path")])) as gateway:
-        status, body, _ = await gateway.chat()
-        assert status == 500 and "secret" not in str(body) and "Zero" not in str(body)
-        assert body["error"]["type"] == "server_error"
+async def test_a_bug_is_a_500_without_internals(gateway):
+    gateway.generator.script = lambda _: [ZeroDivisionError("/secret/path")]
+    status, body, _ = await gateway.chat()
+    assert status == 500 and "secret" not in str(body) and "Zero" not in str(body)
+    assert body["error"]["type"] == "server_error"
 
 
 async def test_keepalive_comments_before_and_between_events():
@@ -163,162 +59,147 @@ async def test_keepalive_comments_before_and_between_events():
         assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
-async def test_error_after_a_keepalive_is_an_event():
-    gate = asyncio.Event()
-    steps = [gate, InternalError("It broke.")]
-    async with run_gateway(FakeGenerator(lambda _: list(steps)), keepalive_interval=0.05) as gateway:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
-        async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body) as response:
-            assert response.status == 200
-            gate.set()
-            events = parse_events(await response.content.read())
-        assert events[0]["error"]["message"] == "It broke." and events[1] == "[DONE]"
-
-
-async def test_stream_headers_and_framing():
+async def test_stream_headers_and_framing(gateway):
     nasty = "a\r\nb\u2028c\u2029d\u0085e\U0001f600\x0b\x0c"
-    async with run_gateway(FakeGenerator(spell(nasty))) as gateway:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
-        async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body) as response:
-            headers, raw = response.headers, await response.read()
-        assert headers["Content-Type"].startswith("text/event-stream")
-        assert headers["Cache-Control"] == "no-cache" and headers["X-Accel-Buffering"] == "no"
-        assert "Content-Length" not in headers and "x-request-id" in headers
-        assert b"event:" not in raw and b"\r" not in raw
-        text = raw.decode()
-        # Clients that split decoded text by str.splitlines() see the same lines.
-        assert text.splitlines() == text.split("\n")[:-1]
-        events = parse_events(raw)
-        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == nasty
+    gateway.generator.script = spell(nasty)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body) as response:
+        headers, raw = response.headers, await response.read()
+    assert headers["Content-Type"].startswith("text/event-stream")
+    assert headers["Cache-Control"] == "no-cache" and headers["X-Accel-Buffering"] == "no"
+    assert "Content-Length" not in headers and "x-request-id" in headers
+    assert b"event:" not in raw and b"\r" not in raw
+    text = raw.decode()
+    # Clients that split decoded text by str.splitlines() see the same lines.
+    assert text.splitlines() == text.split("\n")[:-1]
+    events = parse_events(raw)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == nasty
 
 
-async def test_held_back_text_makes_no_empty_chunk():
+async def test_held_back_text_makes_no_empty_chunk(gateway):
     steps = [TextDelta(0, "", [1]), TextDelta(0, "", [2]), TextDelta(0, "\u20ac", [3], finish_reason="length")]
-    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
-        events = await gateway.stream_chat()
-        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
-        assert deltas == [{"role": "assistant", "content": ""}, {"content": "\u20ac"}, {}]
+    gateway.generator.script = lambda _: list(steps)
+    events = await gateway.stream_chat()
+    deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "\u20ac"}, {}]
 
 
-async def test_logprobs():
+async def test_logprobs(gateway):
     # 47, 48
-    async with run_gateway(FakeGenerator(spell("h\U0001f600"))) as gateway:
-        _, body, _ = await gateway.chat(logprobs=True)
-        content = body["choices"][0]["logprobs"]["content"]
-        assert [entry["top_logprobs"] for entry in content] == [[]] * 5
-        assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "h\U0001f600"
-        assert content[0] == {"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": []}
-        assert content[1]["token"] == "bytes:\\xf0"
-        _, body, _ = await gateway.chat(logprobs=True, top_logprobs=20)
-        assert len(body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
-        streamed = []
-        for event in (await gateway.stream_chat(logprobs=True, top_logprobs=20))[:-1]:
-            if event["choices"][0]["logprobs"]:
-                streamed += event["choices"][0]["logprobs"]["content"]
-        assert streamed == body["choices"][0]["logprobs"]["content"]
-        for fields in (
-            {"top_logprobs": 1},
-            {"logprobs": True, "top_logprobs": 21},
-            {"logprobs": True, "top_logprobs": -1},
-        ):
-            status, body, _ = await gateway.chat(**fields)
-            assert status == 400 and body["error"]["param"] == "top_logprobs"
+    gateway.generator.script = spell("h\U0001f600")
+    _, body, _ = await gateway.chat(logprobs=True)
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in content] == [[]] * 5
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "h\U0001f600"
+    assert content[0] == {"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": []}
+    assert content[1]["token"] == "bytes:\\xf0"
+    _, body, _ = await gateway.chat(logprobs=True, top_logprobs=20)
+    assert len(body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
+    streamed = []
+    for event in (await gateway.stream_chat(logprobs=True, top_logprobs=20))[:-1]:
+        if event["choices"][0]["logprobs"]:
+            streamed += event["choices"][0]["logprobs"]["content"]
+    assert streamed == body["choices"][0]["logprobs"]["content"]
+    for fields in (
+        {"top_logprobs": 1},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": True, "top_logprobs": -1},
+    ):
+        status, body, _ = await gateway.chat(**fields)
+        assert status == 400 and body["error"]["param"] == "top_logprobs"
 
 
-async def test_stop_token_has_no_logprob_entry_and_infinities_are_clamped():
+async def test_stop_token_has_no_logprob_entry_and_infinities_are_clamped(gateway):
     # 45, 48
     steps = [
         TextDelta(0, "a", [97], logprobs=[TokenLogprobs(97, float("-inf"), 1, [98], [float("-inf")])]),
         TextDelta(0, "", [EOS], logprobs=[logprob(EOS)], finish_reason="stop"),
     ]
-    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
-        _, body, _ = await gateway.chat(logprobs=True, top_logprobs=1)
-        (entry,) = body["choices"][0]["logprobs"]["content"]
-        assert entry["logprob"] == -9999 and entry["top_logprobs"][0]["logprob"] == -9999
-        assert body["usage"]["completion_tokens"] == 2
+    gateway.generator.script = lambda _: list(steps)
+    _, body, _ = await gateway.chat(logprobs=True, top_logprobs=1)
+    (entry,) = body["choices"][0]["logprobs"]["content"]
+    assert entry["logprob"] == -9999 and entry["top_logprobs"][0]["logprob"] == -9999
+    assert body["usage"]["completion_tokens"] == 2
 
 
-async def test_messages_as_the_template_gets_them():
+async def test_messages_as_the_template_gets_them(gateway):
     # 64, 67
-    async with run_gateway() as gateway:
-        messages = [
-            {"role": "system", "content": ""},
-            {"role": "developer", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    messages = [
+        {"role": "system", "content": ""},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "again", "name": "Jo"},
+        {"role": "assistant", "content": "Hm.", "refusal": None, "tool_calls": [], "annotations": []},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "So.", "audio": None},
+        {"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "call_1"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": None, "refusal": "No more."},
+    ]
+    status, _, _ = await gateway.chat(messages=messages, chat_template_kwargs={"enable_thinking": False})
+    assert status == 200
+    assert gateway.models.entry.pipeline.messages == [
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "a\nb"},
             {"role": "user", "content": "again", "name": "Jo"},
-            {"role": "assistant", "content": "Hm.", "refusal": None, "tool_calls": [], "annotations": []},
-            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "So.", "audio": None},
-            {"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "call_1"},
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-            {"role": "assistant", "content": None, "refusal": "No more."},
+            {"role": "assistant", "content": "Hm."},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{**CALL, "function": {"name": "answer", "arguments": {"of": "all"}}}],
+                "reasoning_content": "So.",
+                "reasoning": "So.",
+                "thinking": "So.",
+            },
+            {"role": "tool", "content": "42", "tool_call_id": "call_1", "name": "answer"},
+            {"role": "assistant", "content": "No."},
+            {"role": "assistant", "content": "No more."},
         ]
-        status, _, _ = await gateway.chat(messages=messages, chat_template_kwargs={"enable_thinking": False})
-        assert status == 200
-        assert gateway.models.entry.pipeline.messages == [
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "a\nb"},
-                {"role": "user", "content": "again", "name": "Jo"},
-                {"role": "assistant", "content": "Hm."},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{**CALL, "function": {"name": "answer", "arguments": {"of": "all"}}}],
-                    "reasoning_content": "So.",
-                    "reasoning": "So.",
-                    "thinking": "So.",
-                },
-                {"role": "tool", "content": "42", "tool_call_id": "call_1", "name": "answer"},
-                {"role": "assistant", "content": "No."},
-                {"role": "assistant", "content": "No more."},
-            ]
-        ]
-        assert gateway.models.entry.pipeline.template_kwargs == [{"enable_thinking": False}]
+    ]
+    assert gateway.models.entry.pipeline.template_kwargs == [{"enable_thinking": False}]
 
 
-async def test_max_tokens():
+async def test_max_tokens(gateway):
     # 61: the smaller of the two limits applies; without a limit, the remaining context.
-    async with run_gateway() as gateway:
-        prompt = len("user: hi\nassistant:")
-        for fields, expected in (
-            ({"max_completion_tokens": 10}, 10),
-            ({"max_tokens": 7}, 7),
-            ({"max_tokens": 7, "max_completion_tokens": 5}, 5),
-            ({}, 4096 - prompt),
-            ({"max_tokens": 4096 - prompt}, 4096 - prompt),
-        ):
-            assert (await gateway.chat(**fields))[0] == 200
-            assert gateway.generator.requests[-1].sampling.max_tokens == expected
-        # 59
-        status, body, _ = await gateway.chat(max_tokens=4096)
-        assert status == 400 and body["error"]["code"] == "context_length_exceeded"
-        message = body["error"]["message"]
-        assert "maximum context length" in message and "4096" in message and str(prompt) in message
-        status, body, _ = await gateway.chat(messages=[{"role": "user", "content": "x" * 5000}])
-        assert status == 400 and body["error"]["code"] == "context_length_exceeded"
-        assert body["error"]["param"] == "messages" and "maximum context length" in body["error"]["message"]
+    prompt = len("user: hi\nassistant:")
+    for fields, expected in (
+        ({"max_completion_tokens": 10}, 10),
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 5}, 5),
+        ({}, 4096 - prompt),
+        ({"max_tokens": 4096 - prompt}, 4096 - prompt),
+    ):
+        assert (await gateway.chat(**fields))[0] == 200
+        assert gateway.generator.requests[-1].sampling.max_tokens == expected
+    # 59
+    status, body, _ = await gateway.chat(max_tokens=4096)
+    assert status == 400 and body["error"]["code"] == "context_length_exceeded"
+    message = body["error"]["message"]
+    assert "maximum context length" in message and "4096" in message and str(prompt) in message
+    status, body, _ = await gateway.chat(messages=[{"role": "user", "content": "x" * 5000}])
+    assert status == 400 and body["error"]["code"] == "context_length_exceeded"
+    assert body["error"]["param"] == "messages" and "maximum context length" in body["error"]["message"]
 
 
-async def test_sampling_parameters_reach_the_generator():
+async def test_sampling_parameters_reach_the_generator(gateway):
     # 62, 55
-    async with run_gateway() as gateway:
-        status, body, _ = await gateway.chat(
-            temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
-            frequency_penalty=-0.3, logit_bias={"5": -100, "7": 1.5}, min_tokens=2, ignore_eos=True, stop=["a", "b"],
-            stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False, seed=42, max_tokens=20, n=2,
-            priority=-3, cache_salt="s", user="u", response_format={"type": "text"}, tools=[], tool_choice="none",
-            store=None,
-        )  # fmt: skip
-        assert status == 200, body
-        request = gateway.generator.requests[0]
-        assert request.sampling == SamplingParams(
-            temperature=0.5, top_p=0.9, top_k=0, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
-            frequency_penalty=-0.3, logit_bias={5: -100.0, 7: 1.5}, min_tokens=2, ignore_eos=True, stop_token_ids=(9,),
-            seed=42, max_tokens=20,
-        )  # fmt: skip
-        assert request.stop == ("a", "b") and request.include_stop_str_in_output and not request.skip_special_tokens
-        assert request.n == 2 and request.priority == -3
-        await gateway.chat()
-        await gateway.chat()
-        seeds = [request.sampling.seed for request in gateway.generator.requests[1:]]
-        assert seeds[0] != seeds[1]
+    status, body, _ = await gateway.chat(
+        temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=-0.3, logit_bias={"5": -100, "7": 1.5}, min_tokens=2, ignore_eos=True, stop=["a", "b"],
+        stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False, seed=42, max_tokens=20, n=2,
+        priority=-3, cache_salt="s", user="u", response_format={"type": "text"}, tools=[], tool_choice="none",
+        store=None,
+    )  # fmt: skip
+    assert status == 200, body
+    request = gateway.generator.requests[0]
+    assert request.sampling == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=0, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=-0.3, logit_bias={5: -100.0, 7: 1.5}, min_tokens=2, ignore_eos=True, stop_token_ids=(9,),
+        seed=42, max_tokens=20,
+    )  # fmt: skip
+    assert request.stop == ("a", "b") and request.include_stop_str_in_output and not request.skip_special_tokens
+    assert request.n == 2 and request.priority == -3
+    await gateway.chat()
+    await gateway.chat()
+    seeds = [request.sampling.seed for request in gateway.generator.requests[1:]]
+    assert seeds[0] != seeds[1]

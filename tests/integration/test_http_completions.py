@@ -11,22 +11,6 @@ from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeMode
 from tests.fakes.http_gateway import run_gateway
 
 
-async def test_whole_and_streamed_answer():
-    async with run_gateway(FakeGenerator(spell("Hey", finish="length", cached=1))) as gateway:
-        status, body, _ = await gateway.complete()
-        assert status == 200 and body["object"] == "text_completion" and body["id"].startswith("cmpl-")
-        assert body["choices"] == [
-            {"index": 0, "text": "Hey", "logprobs": None, "finish_reason": "length", "stop_reason": None}
-        ]
-        assert body["usage"]["prompt_tokens"] == 2 and body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
-        assert gateway.generator.requests[0].sampling.max_tokens == 16
-        *chunks, usage, done = await gateway.stream_complete(stream_options={"include_usage": True})
-        assert done == "[DONE]" and usage["usage"] == body["usage"] and usage["choices"] == []
-        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["H", "e", "y", ""]
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
-        assert all(chunk["usage"] is None and chunk["object"] == "text_completion" for chunk in chunks)
-
-
 @pytest.mark.parametrize(
     ("prompt", "ids"),
     [
@@ -36,51 +20,50 @@ async def test_whole_and_streamed_answer():
         ([[1, 2], [3]], [[1, 2], [3]]),
     ],
 )
-async def test_prompt_forms(prompt, ids):
-    async with run_gateway() as gateway:
-        status, body, _ = await gateway.complete(prompt=prompt)
-        assert status == 200
-        assert [request.prompt_token_ids for request in gateway.generator.requests] == ids
-        assert [choice["index"] for choice in body["choices"]] == list(range(len(ids)))
-        assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
-        assert len({request.request_id for request in gateway.generator.requests}) == len(ids)
+async def test_prompt_forms(gateway, prompt, ids):
+    status, body, _ = await gateway.complete(prompt=prompt)
+    assert status == 200
+    assert [request.prompt_token_ids for request in gateway.generator.requests] == ids
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(ids)))
+    assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert len({request.request_id for request in gateway.generator.requests}) == len(ids)
 
 
-async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt():
+async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(gateway):
     # 52
     def script(request):
         return spell("".join(map(chr, request.prompt_token_ids)))(request)
 
-    async with run_gateway(FakeGenerator(script)) as gateway:
-        _, body, _ = await gateway.complete(prompt=["a", "bb"], n=2)
-        assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
-            (0, "a"),
-            (1, "a"),
-            (2, "bb"),
-            (3, "bb"),
-        ]
-        assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 6
-        events = await gateway.stream_complete(prompt=["a", "bb"], n=2, stream_options={"include_usage": True})
-        texts, reasons = [""] * 4, [0] * 4
-        for event in events[:-2]:
-            (choice,) = event["choices"]
-            texts[choice["index"]] += choice["text"]
-            reasons[choice["index"]] += choice["finish_reason"] is not None
-        assert texts == ["a", "a", "bb", "bb"] and reasons == [1] * 4
-        assert events.count("[DONE]") == 1 and events[-2]["usage"] == body["usage"]
+    gateway.generator.script = script
+    _, body, _ = await gateway.complete(prompt=["a", "bb"], n=2)
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        (0, "a"),
+        (1, "a"),
+        (2, "bb"),
+        (3, "bb"),
+    ]
+    assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 6
+    events = await gateway.stream_complete(prompt=["a", "bb"], n=2, stream_options={"include_usage": True})
+    texts, reasons = [""] * 4, [0] * 4
+    for event in events[:-2]:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        reasons[choice["index"]] += choice["finish_reason"] is not None
+    assert texts == ["a", "a", "bb", "bb"] and reasons == [1] * 4
+    assert events.count("[DONE]") == 1 and events[-2]["usage"] == body["usage"]
 
 
-async def test_one_failing_prompt_fails_the_request_and_cancels_the_others():
+async def test_one_failing_prompt_fails_the_request_and_cancels_the_others(gateway):
     def script(request):
         return [TextDelta(0, "x", [1]), WorkerLostError("gone") if request.prompt_token_ids == [97] else 60.0]
 
-    async with run_gateway(FakeGenerator(script)) as gateway:
-        status, _, _ = await gateway.complete(prompt=["a", "b"])
-        assert status == 503
-        assert [generation.cancelled for generation in gateway.generator.generations] == [False, True]
-        events = await gateway.stream_complete(prompt=["a", "b"])
-        assert events[-2]["error"]["code"] == "worker_lost" and events[-1] == "[DONE]"
-        assert await gateway.generations_left() == 0
+    gateway.generator.script = script
+    status, _, _ = await gateway.complete(prompt=["a", "b"])
+    assert status == 503
+    assert [generation.cancelled for generation in gateway.generator.generations] == [False, True]
+    events = await gateway.stream_complete(prompt=["a", "b"])
+    assert events[-2]["error"]["code"] == "worker_lost" and events[-1] == "[DONE]"
+    assert await gateway.generations_left() == 0
 
 
 async def test_second_prompt_refused_cancels_the_first():
@@ -95,91 +78,77 @@ async def test_second_prompt_refused_cancels_the_first():
         assert gateway.generator.generations[0].cancelled and not gateway.generator.live
 
 
-async def test_echo_with_logprobs():
+async def test_echo_with_logprobs(gateway):
     # 50
-    async with run_gateway(FakeGenerator(spell("c"))) as gateway:
-        _, body, _ = await gateway.complete(prompt="a\u20acb", echo=True, logprobs=1)
-        (choice,) = body["choices"]
-        assert choice["text"] == "a\u20acbc"
-        logprobs = choice["logprobs"]
-        assert logprobs["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b", "c"]
-        assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0, -0.5]
-        assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3]
-        assert logprobs["top_logprobs"][0] is None and logprobs["top_logprobs"][5] == {"c": -0.5}
-        joined: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        text = ""
-        for event in (await gateway.stream_complete(prompt="a\u20acb", echo=True, logprobs=1))[:-1]:
-            text += event["choices"][0]["text"]
-            for name, values in (event["choices"][0]["logprobs"] or {}).items():
-                joined[name] += values
-        assert text == choice["text"] and joined == logprobs
+    gateway.generator.script = spell("c")
+    _, body, _ = await gateway.complete(prompt="a\u20acb", echo=True, logprobs=1)
+    (choice,) = body["choices"]
+    assert choice["text"] == "a\u20acbc"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b", "c"]
+    assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0, -0.5]
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3]
+    assert logprobs["top_logprobs"][0] is None and logprobs["top_logprobs"][5] == {"c": -0.5}
+    joined: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    text = ""
+    for event in (await gateway.stream_complete(prompt="a\u20acb", echo=True, logprobs=1))[:-1]:
+        text += event["choices"][0]["text"]
+        for name, values in (event["choices"][0]["logprobs"] or {}).items():
+            joined[name] += values
+    assert text == choice["text"] and joined == logprobs
 
 
-async def test_echo_of_token_ids_and_several_choices():
-    async with run_gateway(FakeGenerator(spell("c"))) as gateway:
-        _, body, _ = await gateway.complete(prompt=[[97], [98]], echo=True, n=2)
-        assert [choice["text"] for choice in body["choices"]] == ["ac", "ac", "bc", "bc"]
+async def test_echo_of_token_ids_and_several_choices(gateway):
+    gateway.generator.script = spell("c")
+    _, body, _ = await gateway.complete(prompt=[[97], [98]], echo=True, n=2)
+    assert [choice["text"] for choice in body["choices"]] == ["ac", "ac", "bc", "bc"]
 
 
-async def test_logprobs_zero_reports_the_chosen_token():
-    async with run_gateway(FakeGenerator(spell("c"))) as gateway:
-        _, body, _ = await gateway.complete(logprobs=0)
-        assert body["choices"][0]["logprobs"] == {
-            "tokens": ["c"],
-            "token_logprobs": [-0.5],
-            "top_logprobs": [{"c": -0.5}],
-            "text_offset": [0],
-        }
+async def test_best_of_and_suffix(gateway):
+    assert (await gateway.complete(n=2, best_of=2))[0] == 200
+    assert (await gateway.complete(best_of=1))[0] == 200
+    for fields, param in (
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+    ):
+        status, body, _ = await gateway.complete(**fields)
+        assert status == 400 and body["error"]["param"] == param and param in body["error"]["message"]
+    assert (await gateway.complete(suffix=None))[0] == 200
 
 
-async def test_best_of_and_suffix():
-    async with run_gateway() as gateway:
-        assert (await gateway.complete(n=2, best_of=2))[0] == 200
-        assert (await gateway.complete(best_of=1))[0] == 200
-        for fields, param in (
-            ({"best_of": 2, "stream": True}, "best_of"),
-            ({"n": 3, "best_of": 2}, "best_of"),
-            ({"suffix": "x"}, "suffix"),
-        ):
-            status, body, _ = await gateway.complete(**fields)
-            assert status == 400 and body["error"]["param"] == param and param in body["error"]["message"]
-        assert (await gateway.complete(suffix=None))[0] == 200
-
-
-async def test_tokenize_and_detokenize():
-    async with run_gateway() as gateway:
-        assert (await gateway.post("/tokenize", {"model": MODEL, "prompt": "hi"}))[1] == {
-            "count": 2,
-            "max_model_len": 4096,
-            "tokens": [104, 105],
-            "token_strs": None,
-        }
-        _, body, _ = await gateway.post("/tokenize", {"prompt": "h\u00e9", "return_token_strs": True})
-        assert body["token_strs"] == ["h", "bytes:\\xc3", "bytes:\\xa9"]
-        messages = [{"role": "user", "content": "hi"}]
-        _, body, _ = await gateway.post("/tokenize", {"model": MODEL, "messages": messages})
-        assert bytes(body["tokens"]) == b"user: hi\nassistant:" and body["count"] == 19
-        _, body, _ = await gateway.post("/tokenize", {"messages": messages, "add_generation_prompt": False})
-        assert bytes(body["tokens"]) == b"user: hi\n"
-        assert (await gateway.post("/detokenize", {"model": MODEL, "tokens": [104, 105]}))[1] == {"prompt": "hi"}
-        assert (await gateway.post("/detokenize", {"model": MODEL, "tokens": []}))[1] == {"prompt": ""}
-        for body in (
-            {},
-            {"prompt": "a", "messages": messages},
-            {"prompt": 1},
-            {"prompt": "a", "add_generation_prompt": True},
-        ):
-            assert (await gateway.post("/tokenize", body))[0] == 400
+async def test_tokenize_and_detokenize(gateway):
+    assert (await gateway.post("/tokenize", {"model": MODEL, "prompt": "hi"}))[1] == {
+        "count": 2,
+        "max_model_len": 4096,
+        "tokens": [104, 105],
+        "token_strs": None,
+    }
+    _, body, _ = await gateway.post("/tokenize", {"prompt": "h\u00e9", "return_token_strs": True})
+    assert body["token_strs"] == ["h", "bytes:\\xc3", "bytes:\\xa9"]
+    messages = [{"role": "user", "content": "hi"}]
+    _, body, _ = await gateway.post("/tokenize", {"model": MODEL, "messages": messages})
+    assert bytes(body["tokens"]) == b"user: hi\nassistant:" and body["count"] == 19
+    _, body, _ = await gateway.post("/tokenize", {"messages": messages, "add_generation_prompt": False})
+    assert bytes(body["tokens"]) == b"user: hi\n"
+    assert (await gateway.post("/detokenize", {"model": MODEL, "tokens": [104, 105]}))[1] == {"prompt": "hi"}
+    assert (await gateway.post("/detokenize", {"model": MODEL, "tokens": []}))[1] == {"prompt": ""}
+    for body in (
+        {},
+        {"prompt": "a", "messages": messages},
+        {"prompt": 1},
+        {"prompt": "a", "add_generation_prompt": True},
+    ):
+        assert (await gateway.post("/tokenize", body))[0] == 400
 
 
 @pytest.mark.parametrize(
     "tokens", [[-1], [258], [2**31], [2**63], [1.0], [True], ["1"], [None], "1", None, 1, [[1]], [1] * 5000]
 )
-async def test_detokenize_refuses_invalid_token_ids(tokens):
+async def test_detokenize_refuses_invalid_token_ids(gateway, tokens):
     # CVE-2026-71486
-    async with run_gateway() as gateway:
-        status, body, _ = await gateway.post("/detokenize", {"model": MODEL, "tokens": tokens})
-        assert status == 400 and body["error"]["param"].startswith("tokens")
+    status, body, _ = await gateway.post("/detokenize", {"model": MODEL, "tokens": tokens})
+    assert status == 400 and body["error"]["param"].startswith("tokens")
 
 
 async def test_ten_million_token_ids_are_refused_before_they_are_parsed():
@@ -188,21 +157,6 @@ async def test_ten_million_token_ids_are_refused_before_they_are_parsed():
         raw = b'{"model":"fake-model","tokens":[' + b"1," * 10_000_000 + b"1]}"
         status, body, _ = await gateway.post("/detokenize", raw)
         assert status == 400 and body["error"]["code"] == "too_many_values"
-
-
-async def test_models():
-    async with run_gateway() as gateway:
-        status, body, _ = await gateway.post("/v1/models", {})
-        assert status == 405
-        async with gateway.session.get(gateway.url + "/v1/models") as response:
-            body = await response.json()
-        assert body["object"] == "list" and [model["id"] for model in body["data"]] == [MODEL, "org/alias"]
-        for name in (MODEL, "org/alias", "org%2Falias"):
-            async with gateway.session.get(f"{gateway.url}/v1/models/{name}") as response:
-                model = await response.json()
-                assert response.status == 200 and model["object"] == "model" and model["created"] == 1_700_000_000
-        status, raw, _ = await gateway.get("/v1/models/nope")
-        assert status == 404 and b"model_not_found" in raw
 
 
 async def test_tokenize_counts_within_bounds(monkeypatch):

@@ -52,47 +52,44 @@ def answering(script: Any) -> FakeGenerator:
         ([[1, 2], [3]], [[1, 2], [3]]),
     ],
 )
-async def test_every_kind_of_input(given, ids):
-    async with run_gateway() as gateway:
-        status, body = await post(gateway, input=given, user="me")
-        assert status == 200 and set(body) == {"object", "data", "model", "usage"}
-        assert body["object"] == "list" and body["model"] == MODEL
-        assert body["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
-        assert [(one["object"], one["index"]) for one in body["data"]] == [
-            ("embedding", index) for index in range(len(ids))
-        ]
-        for one, prompt in zip(body["data"], ids, strict=True):
-            np.testing.assert_allclose(one["embedding"], unit_vector(prompt), rtol=1e-6)
-        requests = gateway.generator.requests
-        assert [request.prompt_token_ids for request in requests] == ids
-        assert {(request.pooling, request.n, request.sampling.max_tokens) for request in requests} == {("last", 1, 1)}
-        assert len({request.request_id for request in requests}) == len(ids)
-        (room,) = gateway.generator.reservations
-        assert room.outcome == () and room.closed and not gateway.generator.live
+async def test_every_kind_of_input(gateway, given, ids):
+    status, body = await post(gateway, input=given, user="me")
+    assert status == 200 and set(body) == {"object", "data", "model", "usage"}
+    assert body["object"] == "list" and body["model"] == MODEL
+    assert body["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
+    assert [(one["object"], one["index"]) for one in body["data"]] == [
+        ("embedding", index) for index in range(len(ids))
+    ]
+    for one, prompt in zip(body["data"], ids, strict=True):
+        np.testing.assert_allclose(one["embedding"], unit_vector(prompt), rtol=1e-6)
+    requests = gateway.generator.requests
+    assert [request.prompt_token_ids for request in requests] == ids
+    assert {(request.pooling, request.n, request.sampling.max_tokens) for request in requests} == {("last", 1, 1)}
+    assert len({request.request_id for request in requests}) == len(ids)
+    (room,) = gateway.generator.reservations
+    assert room.outcome == () and room.closed and not gateway.generator.live
 
 
-async def test_numbers_are_the_shortest_that_name_the_float32_of_base64():
-    async with run_gateway() as gateway:
-        _, as_list = await post(gateway, encoding_format="float")
-        _, as_text = await post(gateway, encoding_format="base64")
-        values = decoded(as_text["data"][0]["embedding"])
-        numbers = as_list["data"][0]["embedding"]
-        assert np.array(numbers, np.float32).tobytes() == values.tobytes() and len(values) == HIDDEN_SIZE
-        assert max(len(repr(abs(number))) for number in numbers) <= 12
-        assert numbers == [float(str(value)) for value in values]
-        assert abs(float(np.linalg.norm(values.astype(np.float64))) - 1) < 1e-6
+async def test_numbers_are_the_shortest_that_name_the_float32_of_base64(gateway):
+    _, as_list = await post(gateway, encoding_format="float")
+    _, as_text = await post(gateway, encoding_format="base64")
+    values = decoded(as_text["data"][0]["embedding"])
+    numbers = as_list["data"][0]["embedding"]
+    assert np.array(numbers, np.float32).tobytes() == values.tobytes() and len(values) == HIDDEN_SIZE
+    assert max(len(repr(abs(number))) for number in numbers) <= 12
+    assert numbers == [float(str(value)) for value in values]
+    assert abs(float(np.linalg.norm(values.astype(np.float64))) - 1) < 1e-6
 
 
-async def test_dimensions_cut_before_the_length_is_taken():
-    async with run_gateway() as gateway:
-        for size in (1, 3, HIDDEN_SIZE):
-            _, body = await post(gateway, dimensions=size)
-            np.testing.assert_allclose(body["data"][0]["embedding"], unit_vector(b"hi", "last", size), rtol=1e-6)
-        _, body = await post(gateway, dimensions=3, normalize=False, encoding_format="base64")
-        assert decoded(body["data"][0]["embedding"]).tobytes() == vector_of(b"hi")[:12]
-        for size in (0, -1, HIDDEN_SIZE + 1):
-            status, body = await post(gateway, dimensions=size)
-            assert status == 400 and body["error"]["param"] == "dimensions"
+async def test_dimensions_cut_before_the_length_is_taken(gateway):
+    for size in (1, 3, HIDDEN_SIZE):
+        _, body = await post(gateway, dimensions=size)
+        np.testing.assert_allclose(body["data"][0]["embedding"], unit_vector(b"hi", "last", size), rtol=1e-6)
+    _, body = await post(gateway, dimensions=3, normalize=False, encoding_format="base64")
+    assert decoded(body["data"][0]["embedding"]).tobytes() == vector_of(b"hi")[:12]
+    for size in (0, -1, HIDDEN_SIZE + 1):
+        status, body = await post(gateway, dimensions=size)
+        assert status == 400 and body["error"]["param"] == "dimensions"
 
 
 async def test_pooling_is_the_workers_unless_the_request_says():
@@ -161,12 +158,11 @@ async def test_a_finish_without_a_vector_is_an_error():
         ({"temperature": 1}, "temperature", "unknown_parameter"),
     ],
 )
-async def test_refused_by_name(fields, param, code):
-    async with run_gateway() as gateway:
-        status, body = await post(gateway, **fields)
-        assert status == 400, body
-        assert (body["error"]["param"], body["error"]["code"]) == (param, code)
-        assert not gateway.generator.requests and not gateway.generator.reservations
+async def test_refused_by_name(gateway, fields, param, code):
+    status, body = await post(gateway, **fields)
+    assert status == 400, body
+    assert (body["error"]["param"], body["error"]["code"]) == (param, code)
+    assert not gateway.generator.requests and not gateway.generator.reservations
 
 
 async def test_missing_fields_and_models():
@@ -251,10 +247,9 @@ async def test_many_inputs_are_one_request_that_runs_a_few_at_a_time():
         assert gateway.generator.reservations[-1].num_tokens == 4
 
 
-async def test_the_most_inputs_that_there_may_be():
-    async with run_gateway() as gateway:
-        status, body = await post(gateway, input=["a"] * MAX_INPUTS, encoding_format="base64")
-        assert status == 200 and [one["index"] for one in body["data"]] == list(range(MAX_INPUTS))
+async def test_the_most_inputs_that_there_may_be(gateway):
+    status, body = await post(gateway, input=["a"] * MAX_INPUTS, encoding_format="base64")
+    assert status == 200 and [one["index"] for one in body["data"]] == list(range(MAX_INPUTS))
 
 
 async def test_vectors_are_in_the_order_of_the_inputs_whatever_ends_first():

@@ -340,12 +340,12 @@ async def test_a_stream_adds_up_to_the_whole_message():
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "nonsense", '"a"'])
-async def test_arguments_that_are_no_object(arguments):
+async def test_arguments_that_are_no_object(gateway, arguments):
     call = ToolCallDelta(0, arguments, id="c", name="look")
     script = [TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="length")]
-    async with run_gateway(FakeGenerator(lambda _: script)) as gateway:
-        _, body = await ask(gateway)
-        assert body["content"][0]["input"] == {"INVALID_JSON": arguments} and body["stop_reason"] == "max_tokens"
+    gateway.generator.script = lambda _: script
+    _, body = await ask(gateway)
+    assert body["content"][0]["input"] == {"INVALID_JSON": arguments} and body["stop_reason"] == "max_tokens"
 
 
 async def test_versions(gateway):

@@ -25,12 +25,6 @@ ENTRIES = [
 NAMES = ["new", "org/new", "old", "old too"]
 
 
-@pytest.fixture
-async def gateway():
-    async with run_gateway() as running:
-        yield running
-
-
 def page(**query):
     return msgspec.convert(model_page(ENTRIES, ModelsQuery(**query)), ModelPageAnswer)
 

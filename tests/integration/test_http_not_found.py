@@ -6,7 +6,6 @@ import orjson
 import pytest
 
 from tests.fakes.fake_generator import MODEL
-from tests.fakes.http_gateway import run_gateway
 
 LONG = "x" * 200
 CONTINUED = {"model": MODEL, "input": "hi", "previous_response_id": "{}"}
@@ -24,26 +23,24 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ASKED)
-async def test_an_unknown_id_is_named(method, path, body):
-    async with run_gateway() as gateway:
-        for identifier in ("resp_0123", LONG):
-            data = None if body is None else orjson.dumps(body).replace(b"{}", identifier.encode())
-            headers = {"Content-Type": "application/json"}
-            url = gateway.url + path.replace("{}", identifier)
-            async with gateway.session.request(method, url, data=data, headers=headers) as response:
-                # OpenAI's clients look for a BadRequestError before they send the whole conversation again.
-                assert response.status == (400 if body is CONTINUED else 404)
-                message = orjson.loads(await response.read())["error"]["message"]
-            if identifier is LONG:
-                assert "xxx...'" in message and len(message) < 200
-            else:
-                assert f"{identifier}'" in message
+async def test_an_unknown_id_is_named(gateway, method, path, body):
+    for identifier in ("resp_0123", LONG):
+        data = None if body is None else orjson.dumps(body).replace(b"{}", identifier.encode())
+        headers = {"Content-Type": "application/json"}
+        url = gateway.url + path.replace("{}", identifier)
+        async with gateway.session.request(method, url, data=data, headers=headers) as response:
+            # OpenAI's clients look for a BadRequestError before they send the whole conversation again.
+            assert response.status == (400 if body is CONTINUED else 404)
+            message = orjson.loads(await response.read())["error"]["message"]
+        if identifier is LONG:
+            assert "xxx...'" in message and len(message) < 200
+        else:
+            assert f"{identifier}'" in message
 
 
-async def test_a_model_that_cannot_be_is_named():
-    async with run_gateway() as gateway:
-        for name in ("a\nb", "y" * 1000):
-            status, body, _ = await gateway.chat(model=name)
-            assert status == 404 and body["error"]["code"] == "model_not_found"
-            shown = body["error"]["message"]
-            assert ("'a\\nb'" in shown or "yyy...'" in shown) and len(shown) < 200
+async def test_a_model_that_cannot_be_is_named(gateway):
+    for name in ("a\nb", "y" * 1000):
+        status, body, _ = await gateway.chat(model=name)
+        assert status == 404 and body["error"]["code"] == "model_not_found"
+        shown = body["error"]["message"]
+        assert ("'a\\nb'" in shown or "yyy...'" in shown) and len(shown) < 200

@@ -53,20 +53,18 @@ POST = b"POST /v1/completions HTTP/1.1\r\n" + JSON_HEADERS
         POST + b"Content-Length: -1\r\n\r\n",
     ],
 )
-async def test_malformed_requests(data):
+async def test_malformed_requests(gateway, data):
     # CVE-2024-52304, CVE-2023-47627, CVE-2026-34525
-    async with run_gateway() as gateway:
-        assert_error(await gateway.raw(data), 400)
-        assert (await gateway.get("/health"))[0] == 200
+    assert_error(await gateway.raw(data), 400)
+    assert (await gateway.get("/health"))[0] == 200
 
 
 @pytest.mark.parametrize("chunk", [b"0x10\r\n", b"+5\r\nabcde\r\n", b"-1\r\n", b"zz\r\n", b"5 \r\nabcde\r\n0\r\n\r\n"])
-async def test_malformed_chunks(chunk):
+async def test_malformed_chunks(gateway, chunk):
     # CVE-2025-53643
-    async with run_gateway() as gateway:
-        answer = await gateway.raw(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
-        assert parse(answer)[0] == 400 and b"application/json" in answer
-        assert not gateway.generator.requests
+    answer = await gateway.raw(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
+    assert parse(answer)[0] == 400 and b"application/json" in answer
+    assert not gateway.generator.requests
 
 
 async def test_headers_too_large():
@@ -126,54 +124,50 @@ async def test_body_too_large():
         assert parse(await gateway.raw(raw))[0] == 413
 
 
-async def test_many_tiny_chunks():
+async def test_many_tiny_chunks(gateway):
     # CVE-2025-69229: 100 000 chunks of one byte; a quadratic reader would time out.
-    async with run_gateway() as gateway:
-        body = b'{"model":"fake-model","prompt":"x"' + b" " * 100_000 + b"}"
-        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
-        answer = await gateway.raw(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
-        assert parse(answer)[0] == 200
+    body = b'{"model":"fake-model","prompt":"x"' + b" " * 100_000 + b"}"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    answer = await gateway.raw(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+    assert parse(answer)[0] == 200
 
 
-async def test_pipelined_requests_are_all_answered():
+async def test_pipelined_requests_are_all_answered(gateway):
     # CVE-2026-54273
-    async with run_gateway() as gateway:
-        request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        answer = await gateway.raw(request * 999 + last)
-        assert answer.count(b"HTTP/1.1 200") == 1000
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = await gateway.raw(request * 999 + last)
+    assert answer.count(b"HTTP/1.1 200") == 1000
 
 
-async def test_unknown_routes_and_methods():
-    async with run_gateway() as gateway:
-        status, raw, headers = await gateway.get("/nope")
-        assert status == 404 and json.loads(raw)["error"]["code"] == "not_found" and headers["x-request-id"]
-        for path, shown in (
-            ("/chat/completions", "/chat/completions"),
-            ("/v1/%22%0A%C3%A4?x=y", '/v1/"\nä'),
-            ("/v1/messages/" + "a" * 5000, "/v1/messages/" + "a" * 187),
-        ):
-            _, raw, _ = await gateway.get(path)
-            assert json.loads(raw)["error"]["message"] == f"There is no route GET {shown}."
-        for method, path, allowed in (
-            ("DELETE", "/v1/models", "GET,HEAD"),
-            ("GET", "/v1/chat/completions", "POST"),
-            ("PUT", "/tokenize", "POST"),
-            ("OPTIONS", "/v1/completions", "POST"),
-        ):
-            async with gateway.session.request(method, gateway.url + path) as response:
-                assert response.status == 405 and response.headers["Allow"] == allowed
-                error = (await response.json())["error"]
-                shown = " and ".join(allowed.split(","))
-                assert error["message"] == f"This route supports {shown}, not {method}."
-                assert error["code"] == "method_not_allowed"
+async def test_unknown_routes_and_methods(gateway):
+    status, raw, headers = await gateway.get("/nope")
+    assert status == 404 and json.loads(raw)["error"]["code"] == "not_found" and headers["x-request-id"]
+    for path, shown in (
+        ("/chat/completions", "/chat/completions"),
+        ("/v1/%22%0A%C3%A4?x=y", '/v1/"\nä'),
+        ("/v1/messages/" + "a" * 5000, "/v1/messages/" + "a" * 187),
+    ):
+        _, raw, _ = await gateway.get(path)
+        assert json.loads(raw)["error"]["message"] == f"There is no route GET {shown}."
+    for method, path, allowed in (
+        ("DELETE", "/v1/models", "GET,HEAD"),
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/tokenize", "POST"),
+        ("OPTIONS", "/v1/completions", "POST"),
+    ):
+        async with gateway.session.request(method, gateway.url + path) as response:
+            assert response.status == 405 and response.headers["Allow"] == allowed
+            error = (await response.json())["error"]
+            shown = " and ".join(allowed.split(","))
+            assert error["message"] == f"This route supports {shown}, not {method}."
+            assert error["code"] == "method_not_allowed"
 
 
-async def test_unknown_expectation():
-    async with run_gateway() as gateway:
-        raw = POST + b"Expect: miracles\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-        status, headers, body = parse(await gateway.raw(raw))
-        assert status == 417 and json.loads(body)["error"]["code"] == "expectation_failed" and headers["x-request-id"]
+async def test_unknown_expectation(gateway):
+    raw = POST + b"Expect: miracles\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+    status, headers, body = parse(await gateway.raw(raw))
+    assert status == 417 and json.loads(body)["error"]["code"] == "expectation_failed" and headers["x-request-id"]
 
 
 @pytest.mark.parametrize(
@@ -188,42 +182,38 @@ async def test_unknown_expectation():
         ({"X-Request-Id": ""}, None),
     ],
 )
-async def test_request_ids(headers, kept):
-    async with run_gateway() as gateway:
-        for path in ("/health", "/nope", "/v1/models"):
-            _, _, answer = await gateway.get(path, **headers)
-            assert answer["x-request-id"] == kept if kept else answer["x-request-id"].startswith("req_")
+async def test_request_ids(gateway, headers, kept):
+    for path in ("/health", "/nope", "/v1/models"):
+        _, _, answer = await gateway.get(path, **headers)
+        assert answer["x-request-id"] == kept if kept else answer["x-request-id"].startswith("req_")
 
 
-async def test_ops():
-    async with run_gateway() as gateway:
-        assert (await gateway.get("/health"))[:2] == (200, b'{"status":"ok"}')
-        assert (await gateway.get("/ready"))[0] == 200
-        gateway.models.is_ready = False
-        status, raw, headers = await gateway.get("/ready")
-        assert status == 503 and json.loads(raw)["error"]["code"] == "not_ready" and headers["Retry-After"]
-        assert (await gateway.get("/health"))[0] == 200
-        status, raw, headers = await gateway.get("/metrics")
-        assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        assert b'pelton:http_requests_total{route="/ready",status="503"} 1.0' in raw
+async def test_ops(gateway):
+    assert (await gateway.get("/health"))[:2] == (200, b'{"status":"ok"}')
+    assert (await gateway.get("/ready"))[0] == 200
+    gateway.models.is_ready = False
+    status, raw, headers = await gateway.get("/ready")
+    assert status == 503 and json.loads(raw)["error"]["code"] == "not_ready" and headers["Retry-After"]
+    assert (await gateway.get("/health"))[0] == 200
+    status, raw, headers = await gateway.get("/metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert b'pelton:http_requests_total{route="/ready",status="503"} 1.0' in raw
 
 
-async def test_head_requests_have_no_body():
-    async with run_gateway() as gateway:
-        async with gateway.session.head(gateway.url + "/v1/models") as response:
-            assert response.status == 200 and await response.read() == b""
+async def test_head_requests_have_no_body(gateway):
+    async with gateway.session.head(gateway.url + "/v1/models") as response:
+        assert response.status == 200 and await response.read() == b""
 
 
-async def test_a_connection_dropped_in_the_body_is_not_a_server_error():
+async def test_a_connection_dropped_in_the_body_is_not_a_server_error(gateway):
     # CVE-2026-54280
-    async with run_gateway() as gateway:
-        for _ in range(20):
-            _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-            writer.write(POST + b"Content-Length: 1000\r\n\r\n{")
-            await writer.drain()
-            writer.transport.abort()
-        assert (await gateway.complete())[0] == 200
-        await until(lambda: gateway.drain.num_in_flight == 0)
+    for _ in range(20):
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(POST + b"Content-Length: 1000\r\n\r\n{")
+        await writer.drain()
+        writer.transport.abort()
+    assert (await gateway.complete())[0] == 200
+    await until(lambda: gateway.drain.num_in_flight == 0)
 
 
 @pytest.mark.slow

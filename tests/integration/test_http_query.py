@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import aiohttp
 import orjson
-import pytest
 
 from gateway.app import ROUTES
 from gateway.http.auth import Scope
@@ -18,12 +17,6 @@ MESSAGE = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "conte
 
 def path_of(route):
     return route.path.replace("{model:.+}", MODEL).replace("{id}", "x").replace("{file}", "app.js")
-
-
-@pytest.fixture
-async def gateway():
-    async with run_gateway() as running:
-        yield running
 
 
 async def test_no_route_ignores_a_parameter(gateway):

@@ -28,7 +28,8 @@ def endless(_request):
 
 
 @pytest.fixture
-async def gateway():
+async def busy():
+    """Run a gateway whose generations never end."""
     async with run_gateway(FakeGenerator(endless), keys=True) as running:
         running.headers = bearer(USER_KEY)
         yield running
@@ -40,85 +41,82 @@ async def delete(gateway, identifier, key=USER_KEY):
         return response.status, await response.json()
 
 
-async def test_a_stream_is_aborted_by_the_id_of_its_response(gateway):
+async def test_a_stream_is_aborted_by_the_id_of_its_response(busy):
     body = {**CHAT, "stream": True}
-    async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body, headers=gateway.headers) as answer:
+    async with busy.session.post(busy.url + "/v1/chat/completions", json=body, headers=busy.headers) as answer:
         first = await answer.content.readuntil(b"\n\n")
         identifier = json.loads(first.removeprefix(b"data: "))["id"]
-        status, error = await delete(gateway, identifier, OTHER_KEY)
+        status, error = await delete(busy, identifier, OTHER_KEY)
         assert status == 404 and error["error"]["code"] == "not_found"
-        assert await delete(gateway, identifier) == (200, {"id": identifier, "object": "request", "aborted": True})
+        assert await delete(busy, identifier) == (200, {"id": identifier, "object": "request", "aborted": True})
         events = parse_events(await answer.read())
     assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "request_aborted"
     assert not any(event["choices"][0]["finish_reason"] for event in events[:-2])
-    assert await gateway.generations_left() == 0 and gateway.generator.generations[0].cancelled
-    assert (await delete(gateway, identifier))[0] == 404
+    assert await busy.generations_left() == 0 and busy.generator.generations[0].cancelled
+    assert (await delete(busy, identifier))[0] == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_whole_answer_is_aborted_by_the_id_of_its_http_request(gateway, path):
+async def test_a_whole_answer_is_aborted_by_the_id_of_its_http_request(busy, path):
     body = CHAT if "chat" in path else {"model": MODEL, "prompt": ["a", "b"]}
     headers = {"X-Request-Id": "mine"}
-    running = [asyncio.create_task(gateway.post(path, body, **headers)) for _ in range(2)]
-    await until(lambda: len(gateway.generator.live) == (2 if "chat" in path else 4))
-    assert (await delete(gateway, "mine", OTHER_KEY))[0] == 404
-    assert (await delete(gateway, "mine"))[0] == 200
+    running = [asyncio.create_task(busy.post(path, body, **headers)) for _ in range(2)]
+    await until(lambda: len(busy.generator.live) == (2 if "chat" in path else 4))
+    assert (await delete(busy, "mine", OTHER_KEY))[0] == 404
+    assert (await delete(busy, "mine"))[0] == 200
     for status, error, _ in await asyncio.gather(*running):
         assert status == 400 and error["error"]["code"] == "request_aborted"
-    assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
-    gateway.generator.script = lambda _: [TextDelta(0, "a", [97], finish_reason="stop")]
-    assert (await gateway.chat())[0] == 200
+    assert await busy.generations_left() == 0 and busy.drain.num_in_flight == 0
+    busy.generator.script = lambda _: [TextDelta(0, "a", [97], finish_reason="stop")]
+    assert (await busy.chat())[0] == 200
 
 
-async def test_an_admin_key_aborts_any_request(gateway):
-    running = asyncio.create_task(gateway.post("/v1/chat/completions", CHAT, **{"X-Request-Id": "theirs"}))
-    await until(lambda: gateway.generator.live)
-    assert (await delete(gateway, "theirs", ADMIN_KEY))[0] == 200
+async def test_an_admin_key_aborts_any_request(busy):
+    running = asyncio.create_task(busy.post("/v1/chat/completions", CHAT, **{"X-Request-Id": "theirs"}))
+    await until(lambda: busy.generator.live)
+    assert (await delete(busy, "theirs", ADMIN_KEY))[0] == 200
     assert (await running)[0] == 400
 
 
-async def test_a_resumable_stream_is_aborted_with_and_without_a_connection(gateway):
+async def test_a_resumable_stream_is_aborted_with_and_without_a_connection(busy):
     body = {**CHAT, "stream": True, "stream_options": {"resumable": True}}
-    url = gateway.url + "/v1/chat/completions"
-    async with gateway.session.post(url, json=body, headers=gateway.headers) as answer:
+    url = busy.url + "/v1/chat/completions"
+    async with busy.session.post(url, json=body, headers=busy.headers) as answer:
         first = await answer.content.readuntil(b"\n\n")
     identifier = json.loads(first.partition(b"data: ")[2])["id"]
-    assert (await delete(gateway, identifier))[0] == 200
-    status, rest, _ = await gateway.get(f"/v1/streams/{identifier}")
+    assert (await delete(busy, identifier))[0] == 200
+    status, rest, _ = await busy.get(f"/v1/streams/{identifier}")
     assert status == 200 and b"request_aborted" in rest and rest.endswith(b"data: [DONE]\n\n")
-    assert await gateway.generations_left() == 0
+    assert await busy.generations_left() == 0
 
 
-async def test_nothing_is_left_of_requests_that_ended():
-    async with run_gateway() as gateway:
-        for _ in range(3):
-            assert (await gateway.chat())[0] == 200
-        gateway.generator.submit_error = RuntimeError("no")
-        assert (await gateway.chat())[0] == 500
-        assert not gateway.drain._named and not gateway.drain._aborted
-
-
-async def test_render_chat():
-    async with run_gateway() as gateway:
-        status, body, _ = await gateway.post("/v1/chat/completions/render", CHAT)
-        text = "user: hi\nassistant:"
-        ids = list(text.encode())
-        prompt = {"index": 0, "prompt": text, "token_ids": ids, "max_tokens": 4096 - len(ids)}
-        assert (status, body) == (200, {"object": "rendered_prompts", "model": MODEL, "prompts": [prompt]})
+async def test_nothing_is_left_of_requests_that_ended(gateway):
+    for _ in range(3):
         assert (await gateway.chat())[0] == 200
-        assert [request.prompt_token_ids for request in gateway.generator.requests] == [ids]
+    gateway.generator.submit_error = RuntimeError("no")
+    assert (await gateway.chat())[0] == 500
+    assert not gateway.drain._named and not gateway.drain._aborted
 
 
-async def test_render_completions():
-    async with run_gateway() as gateway:
-        body = {"model": MODEL, "prompt": ["ab", "c"], "truncate_prompt_tokens": 1, "max_tokens": 3}
-        status, answer, _ = await gateway.post("/v1/completions/render", body)
-        assert status == 200
-        assert [(one["prompt"], one["token_ids"], one["max_tokens"]) for one in answer["prompts"]] == [
-            ("b", [98], 3),
-            ("c", [99], 3),
-        ]
-        assert not gateway.generator.requests
+async def test_render_chat(gateway):
+    status, body, _ = await gateway.post("/v1/chat/completions/render", CHAT)
+    text = "user: hi\nassistant:"
+    ids = list(text.encode())
+    prompt = {"index": 0, "prompt": text, "token_ids": ids, "max_tokens": 4096 - len(ids)}
+    assert (status, body) == (200, {"object": "rendered_prompts", "model": MODEL, "prompts": [prompt]})
+    assert (await gateway.chat())[0] == 200
+    assert [request.prompt_token_ids for request in gateway.generator.requests] == [ids]
+
+
+async def test_render_completions(gateway):
+    body = {"model": MODEL, "prompt": ["ab", "c"], "truncate_prompt_tokens": 1, "max_tokens": 3}
+    status, answer, _ = await gateway.post("/v1/completions/render", body)
+    assert status == 200
+    assert [(one["prompt"], one["token_ids"], one["max_tokens"]) for one in answer["prompts"]] == [
+        ("b", [98], 3),
+        ("c", [99], 3),
+    ]
+    assert not gateway.generator.requests
 
 
 @pytest.mark.parametrize(
@@ -129,11 +127,10 @@ async def test_render_completions():
         {"speculative": {"enabled": True}}, {"service_tier": "gold"},
     ],
 )  # fmt: skip
-async def test_rendering_refuses_what_running_refuses(change):
-    async with run_gateway() as gateway:
-        refused = await gateway.chat(**change)
-        assert refused[0] in (400, 404)
-        assert (await gateway.post("/v1/chat/completions/render", {**CHAT, **change}))[:2] == refused[:2]
+async def test_rendering_refuses_what_running_refuses(gateway, change):
+    refused = await gateway.chat(**change)
+    assert refused[0] in (400, 404)
+    assert (await gateway.post("/v1/chat/completions/render", {**CHAT, **change}))[:2] == refused[:2]
 
 
 async def test_version_says_nothing_else():

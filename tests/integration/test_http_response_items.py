@@ -23,12 +23,6 @@ THINKING = [
 STRICT = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
 
 
-@pytest.fixture
-async def gateway():
-    async with run_gateway() as running:
-        yield running
-
-
 def said(gateway: Gateway) -> list[Any]:
     """Return the last conversation."""
     return gateway.models.entry.pipeline.messages[-1]

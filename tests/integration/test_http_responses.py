@@ -18,12 +18,6 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
 
 
-@pytest.fixture
-async def gateway():
-    async with run_gateway() as running:
-        yield running
-
-
 async def create(gateway: Gateway, **fields: Any) -> tuple[int, Any]:
     status, body, _ = await gateway.post("/v1/responses", {"model": MODEL, "input": "hi", **fields})
     return status, body

@@ -55,55 +55,55 @@ async def resume(gateway: Gateway, identifier: str, seen: int | str = "", **head
     return status, body
 
 
-async def test_a_client_that_leaves_at_any_event_gets_the_whole_text_once():
-    async with run_gateway(FakeGenerator(spell(TEXT, cached=3))) as gateway:
-        async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:
-            whole = parsed(await response.read())
-        assert text_of(whole) == TEXT and whole[-1][1] == "[DONE]" and whole[-2][1]["usage"]["completion_tokens"]
-        for number in range(1, len(whole) + 1):
-            identifier, seen = await first_events(gateway, number)
-            assert len(seen) == number
-            status, body = await resume(gateway, identifier, number)
-            if number == len(whole):
-                assert (status, body) == (204, b"")
-                continue
-            events = seen + parsed(body)
-            assert [one for one, _ in events] == list(range(1, len(whole) + 1))
-            assert text_of(events) == TEXT and events[-1][1] == "[DONE]"
-            assert {data["id"] for _, data in events[:-1]} == {identifier}
-            assert (await resume(gateway, identifier, len(whole)))[0] == 204
+async def test_a_client_that_leaves_at_any_event_gets_the_whole_text_once(gateway):
+    gateway.generator.script = spell(TEXT, cached=3)
+    async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:
+        whole = parsed(await response.read())
+    assert text_of(whole) == TEXT and whole[-1][1] == "[DONE]" and whole[-2][1]["usage"]["completion_tokens"]
+    for number in range(1, len(whole) + 1):
+        identifier, seen = await first_events(gateway, number)
+        assert len(seen) == number
+        status, body = await resume(gateway, identifier, number)
+        if number == len(whole):
+            assert (status, body) == (204, b"")
+            continue
+        events = seen + parsed(body)
+        assert [one for one, _ in events] == list(range(1, len(whole) + 1))
+        assert text_of(events) == TEXT and events[-1][1] == "[DONE]"
+        assert {data["id"] for _, data in events[:-1]} == {identifier}
+        assert (await resume(gateway, identifier, len(whole)))[0] == 204
 
 
-async def test_without_an_event_id_it_comes_from_the_start():
-    async with run_gateway(FakeGenerator(spell(TEXT))) as gateway:
-        identifier, _ = await first_events(gateway, 3)
-        status, body = await resume(gateway, identifier)
-        assert status == 200 and text_of(parsed(body)) == TEXT
+async def test_without_an_event_id_it_comes_from_the_start(gateway):
+    gateway.generator.script = spell(TEXT)
+    identifier, _ = await first_events(gateway, 3)
+    status, body = await resume(gateway, identifier)
+    assert status == 200 and text_of(parsed(body)) == TEXT
 
 
-async def test_a_stream_goes_on_while_nobody_reads_and_while_one_reads():
+async def test_a_stream_goes_on_while_nobody_reads_and_while_one_reads(gateway):
     gate, script = asyncio.Event(), [*spell("ab")(REQUEST)]
     steps = [*script[:1], gate, *script[1:]]
-    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
-        identifier, seen = await first_events(gateway, 2)
-        await until(lambda: gateway.drain.num_in_flight == 1)
-        reading = asyncio.create_task(resume(gateway, identifier, 2))
-        await until(lambda: gateway.drain.num_in_flight == 2)
-        assert not reading.done() and gateway.generator.live
-        gate.set()
-        assert text_of(seen + parsed((await reading)[1])) == "ab"
-        assert await gateway.generations_left() == 0 and not gateway.generator.generations[0].cancelled
+    gateway.generator.script = lambda _: list(steps)
+    identifier, seen = await first_events(gateway, 2)
+    await until(lambda: gateway.drain.num_in_flight == 1)
+    reading = asyncio.create_task(resume(gateway, identifier, 2))
+    await until(lambda: gateway.drain.num_in_flight == 2)
+    assert not reading.done() and gateway.generator.live
+    gate.set()
+    assert text_of(seen + parsed((await reading)[1])) == "ab"
+    assert await gateway.generations_left() == 0 and not gateway.generator.generations[0].cancelled
 
 
-async def test_completions_too():
-    async with run_gateway(FakeGenerator(spell("abc"))) as gateway:
-        body = {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"resumable": True}}
-        async with gateway.session.post(gateway.url + "/v1/completions", json=body) as response:
-            events = parsed(await response.read())
-        identifier = events[0][1]["id"]
-        assert identifier.startswith("cmpl-")
-        status, raw = await resume(gateway, identifier, 1)
-        assert status == 200 and parsed(raw) == events[1:]
+async def test_completions_too(gateway):
+    gateway.generator.script = spell("abc")
+    body = {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"resumable": True}}
+    async with gateway.session.post(gateway.url + "/v1/completions", json=body) as response:
+        events = parsed(await response.read())
+    identifier = events[0][1]["id"]
+    assert identifier.startswith("cmpl-")
+    status, raw = await resume(gateway, identifier, 1)
+    assert status == 200 and parsed(raw) == events[1:]
 
 
 async def test_a_stream_is_its_keys_own_and_event_ids_are_checked():
@@ -119,27 +119,27 @@ async def test_a_stream_is_its_keys_own_and_event_ids_are_checked():
             assert status == 400 and orjson.loads(body)["error"]["param"] == "Last-Event-ID"
 
 
-async def test_failures_are_the_streams_own():
+async def test_failures_are_the_streams_own(gateway):
     steps = [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
-    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
-        identifier, _ = await first_events(gateway, 1)
-        _, body = await resume(gateway, identifier, 1)
-        *_, (_, error), (_, done) = parsed(body)
-        assert error["error"]["code"] == "worker_lost" and done == "[DONE]"
-        steps[:] = [WorkerLostError("The worker died.")]
-        status, body, _ = await gateway.post("/v1/chat/completions", {**CHAT, **RESUMABLE})
-        assert status == 503 and body["error"]["code"] == "worker_lost"
-        gateway.generator.submit_error = UnavailableError("None.")
-        assert (await gateway.post("/v1/chat/completions", {**CHAT, **RESUMABLE}))[0] == 503
-        assert await gateway.generations_left() == 0
+    gateway.generator.script = lambda _: list(steps)
+    identifier, _ = await first_events(gateway, 1)
+    _, body = await resume(gateway, identifier, 1)
+    *_, (_, error), (_, done) = parsed(body)
+    assert error["error"]["code"] == "worker_lost" and done == "[DONE]"
+    steps[:] = [WorkerLostError("The worker died.")]
+    status, body, _ = await gateway.post("/v1/chat/completions", {**CHAT, **RESUMABLE})
+    assert status == 503 and body["error"]["code"] == "worker_lost"
+    gateway.generator.submit_error = UnavailableError("None.")
+    assert (await gateway.post("/v1/chat/completions", {**CHAT, **RESUMABLE}))[0] == 503
+    assert await gateway.generations_left() == 0
 
 
-async def test_a_bug_is_an_error_without_internals():
+async def test_a_bug_is_an_error_without_internals(gateway):
     steps = [TextDelta(0, "Hel", [1]), ZeroDivisionError("/secret")]
-    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
-        identifier, _ = await first_events(gateway, 1)
-        _, body = await resume(gateway, identifier, 1)
-        assert b"server_error" in body and b"secret" not in body
+    gateway.generator.script = lambda _: list(steps)
+    identifier, _ = await first_events(gateway, 1)
+    _, body = await resume(gateway, identifier, 1)
+    assert b"server_error" in body and b"secret" not in body
 
 
 async def test_an_unclaimed_stream_is_cancelled_after_its_grace():
@@ -163,18 +163,18 @@ async def test_a_reader_too_far_behind_gets_an_error():
         assert status == 404 and orjson.loads(body)["error"]["code"] == "stream_expired"
 
 
-async def test_a_shutdown_ends_it_with_an_error():
+async def test_a_shutdown_ends_it_with_an_error(gateway):
     steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
-    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
-        identifier, _ = await first_events(gateway, 1)
-        url = f"{gateway.url}/v1/streams/{identifier}"
-        async with gateway.session.get(url, headers={"Last-Event-ID": "1"}) as response:
-            await response.content.readuntil(b"\n\n")
-            gateway.drain.begin()
-            assert not await gateway.drain.wait(0.01)
-            body = await response.content.read()
-            assert response.status == 200 and b"shutting down" in body and body.endswith(b"data: [DONE]\n\n")
-        assert await gateway.generations_left() == 0
+    gateway.generator.script = lambda _: list(steps)
+    identifier, _ = await first_events(gateway, 1)
+    url = f"{gateway.url}/v1/streams/{identifier}"
+    async with gateway.session.get(url, headers={"Last-Event-ID": "1"}) as response:
+        await response.content.readuntil(b"\n\n")
+        gateway.drain.begin()
+        assert not await gateway.drain.wait(0.01)
+        body = await response.content.read()
+        assert response.status == 200 and b"shutting down" in body and body.endswith(b"data: [DONE]\n\n")
+    assert await gateway.generations_left() == 0
 
 
 @pytest.mark.parametrize("origin", ["https://page.example", "https://evil.example"])
@@ -186,14 +186,13 @@ async def test_pages_of_other_origins_may_send_the_header(origin):
         assert ("last-event-id" in allowed) == (origin == "https://page.example")
 
 
-async def test_resumable_needs_a_stream():
-    async with run_gateway() as gateway:
-        status, body, _ = await gateway.chat(stream_options={"resumable": True})
-        assert status == 400 and body["error"]["param"] == "stream_options"
+async def test_resumable_needs_a_stream(gateway):
+    status, body, _ = await gateway.chat(stream_options={"resumable": True})
+    assert status == 400 and body["error"]["param"] == "stream_options"
 
 
-async def test_head_has_no_body():
-    async with run_gateway(FakeGenerator(spell("ab"))) as gateway:
-        identifier, _ = await first_events(gateway, 1)
-        async with gateway.session.head(gateway.url + f"/v1/streams/{identifier}") as response:
-            assert response.status == 200 and await response.read() == b""
+async def test_head_has_no_body(gateway):
+    gateway.generator.script = spell("ab")
+    identifier, _ = await first_events(gateway, 1)
+    async with gateway.session.head(gateway.url + f"/v1/streams/{identifier}") as response:
+        assert response.status == 200 and await response.read() == b""

@@ -107,17 +107,16 @@ async def test_requests_as_the_worker_receives_them(tmp_path: Path, streams: boo
         ({"speculative": False}, "speculative"),
     ],
 )
-async def test_a_server_without_drafts_refuses_what_asks_for_them(fields: dict[str, Any], param: str) -> None:
-    async with run_gateway() as gateway:
-        for stream in (False, True):
-            status, body, _ = await gateway.chat(**fields, stream=stream)
-            assert status == 400 and body["error"]["param"] == param
-            status, body, _ = await gateway.complete(**fields, stream=stream)
-            assert status == 400 and body["error"]["param"] == param
-        assert not gateway.generator.requests
-        for send in (gateway.chat, gateway.complete):
-            assert (await send(speculative={"enabled": False}))[0] == 200
-            assert not gateway.generator.requests[-1].speculative
+async def test_a_server_without_drafts_refuses_what_asks_for_them(gateway, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        status, body, _ = await gateway.chat(**fields, stream=stream)
+        assert status == 400 and body["error"]["param"] == param
+        status, body, _ = await gateway.complete(**fields, stream=stream)
+        assert status == 400 and body["error"]["param"] == param
+    assert not gateway.generator.requests
+    for send in (gateway.chat, gateway.complete):
+        assert (await send(speculative={"enabled": False}))[0] == 200
+        assert not gateway.generator.requests[-1].speculative
 
 
 async def test_a_prediction_that_is_longer_than_the_context() -> None:

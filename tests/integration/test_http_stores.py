@@ -244,14 +244,13 @@ def connections() -> list[Any]:
 
 
 @pytest.mark.parametrize("times", [2, 20])
-async def test_cancelling_at_once_from_many_sides_ends_it_once(times):
-    async with run_gateway() as gateway:
-        for seen in range(5):
-            made = await background(gateway, *[TextDelta(0, "Hel", [1])] * seen, asyncio.Event())
-            path = f"/v1/responses/{made}/cancel"
-            answers = await asyncio.gather(*(ask(gateway, "POST", path) for _ in range(times)))
-            assert [(status, body["status"]) for status, body in answers] == [(200, "cancelled")] * times
-            assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
+async def test_cancelling_at_once_from_many_sides_ends_it_once(gateway, times):
+    for seen in range(5):
+        made = await background(gateway, *[TextDelta(0, "Hel", [1])] * seen, asyncio.Event())
+        path = f"/v1/responses/{made}/cancel"
+        answers = await asyncio.gather(*(ask(gateway, "POST", path) for _ in range(times)))
+        assert [(status, body["status"]) for status, body in answers] == [(200, "cancelled")] * times
+        assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
 
 
 async def test_ids_that_nobody_made_find_nothing():
@@ -315,21 +314,20 @@ async def test_a_process_ends_in_time_with_responses_in_the_background(tmp_path)
             assert await process.end() == 0
 
 
-async def test_a_shutdown_ends_what_runs_in_the_background():
-    async with run_gateway() as gateway:
-        made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
-        url = f"{gateway.url}/v1/responses/{made}?stream=true"
-        async with gateway.session.get(url) as reader:
-            read = await reader.content.readuntil(b"output_text.delta")
-            gateway.drain.begin()
-            assert not await gateway.drain.wait(0.01)
-            read += await reader.content.read()
-        events = [orjson.loads(event.partition(b"data: ")[2]) for event in read.split(b"\n\n") if event]
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        assert events[-1]["type"] == "response.failed", "readers are told what is kept"
-        assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
-        stored = orjson.loads(gateway.app[RESPONSES].get(made, b"").body)
-        assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]
+async def test_a_shutdown_ends_what_runs_in_the_background(gateway):
+    made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
+    url = f"{gateway.url}/v1/responses/{made}?stream=true"
+    async with gateway.session.get(url) as reader:
+        read = await reader.content.readuntil(b"output_text.delta")
+        gateway.drain.begin()
+        assert not await gateway.drain.wait(0.01)
+        read += await reader.content.read()
+    events = [orjson.loads(event.partition(b"data: ")[2]) for event in read.split(b"\n\n") if event]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.failed", "readers are told what is kept"
+    assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
+    stored = orjson.loads(gateway.app[RESPONSES].get(made, b"").body)
+    assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]
 
 
 async def test_too_many_turns_are_refused_or_truncated_on_request():

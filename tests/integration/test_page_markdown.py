@@ -7,8 +7,7 @@ import json
 import random
 
 from gateway.flow.events import TextDelta
-from tests.fakes.fake_generator import FakeGenerator, Step, spell
-from tests.fakes.http_gateway import run_gateway
+from tests.fakes.fake_generator import Step, spell
 from tests.fakes.page import answered, no_surprises, opened, say, shot
 
 ANSWER = """## Sorting a list
@@ -38,88 +37,88 @@ That is all. <script>alert(1)</script>"""
 CONTENT = "document.querySelector('.assistant .content')"
 
 
-async def test_an_answer_in_markdown(page):
-    async with run_gateway(FakeGenerator(spell(ANSWER))) as gateway:
-        await opened(page, gateway)
-        await say(page, "How do I sort a list in Python?")
-        await answered(page)
-        tags = await page.run(f"[...{CONTENT}.children].map(child => child.tagName + child.className).join(' ')")
-        assert tags == "H4 P OL DIVcode DIVwide BLOCKQUOTE HR P"
-        assert await page.run(f"{CONTENT}.querySelector('ol > li > ul > li code').textContent") == "key=len"
-        assert await page.run(f"{CONTENT}.querySelector('td.right').textContent") == "1.2 ms"
-        assert await page.run(f"{CONTENT}.lastChild.textContent") == "That is all. <script>alert(1)</script>"
-        link = await page.run("(({href, rel, target}) => [href, rel, target])(document.querySelector('.content a'))")
-        assert link == ["https://docs.python.org/3/howto/sorting.html", "noopener noreferrer", "_blank"]
-        await shot(page, "markdown")
-        # Toggle the raw text and back; the next answer uses the same mode.
-        await page.run("document.querySelector('.plain-text').click()")
-        assert await page.run(f"{CONTENT}.textContent") == ANSWER and await page.run(f"{CONTENT}.children.length") == 0
-        await say(page, "Again")
-        await answered(page, 2)
-        assert await page.run("document.querySelectorAll('.content.plain').length") == 2
-        await page.run("document.querySelectorAll('.plain-text').forEach(button => button.click())")
-        shown = "[...document.querySelectorAll('.assistant .content')].map(content => content.innerHTML)"
-        first, second = await page.run(shown)
-        assert first == second and first.startswith("<h4")
-        # The request contains the model's raw text.
-        assert ANSWER in bytes(gateway.generator.requests[-1].prompt_token_ids).decode()
-        await shot(page, "markdown", narrow=True)
-        no_surprises(page, gateway)
+async def test_an_answer_in_markdown(gateway, page):
+    gateway.generator.script = spell(ANSWER)
+    await opened(page, gateway)
+    await say(page, "How do I sort a list in Python?")
+    await answered(page)
+    tags = await page.run(f"[...{CONTENT}.children].map(child => child.tagName + child.className).join(' ')")
+    assert tags == "H4 P OL DIVcode DIVwide BLOCKQUOTE HR P"
+    assert await page.run(f"{CONTENT}.querySelector('ol > li > ul > li code').textContent") == "key=len"
+    assert await page.run(f"{CONTENT}.querySelector('td.right').textContent") == "1.2 ms"
+    assert await page.run(f"{CONTENT}.lastChild.textContent") == "That is all. <script>alert(1)</script>"
+    link = await page.run("(({href, rel, target}) => [href, rel, target])(document.querySelector('.content a'))")
+    assert link == ["https://docs.python.org/3/howto/sorting.html", "noopener noreferrer", "_blank"]
+    await shot(page, "markdown")
+    # Toggle the raw text and back; the next answer uses the same mode.
+    await page.run("document.querySelector('.plain-text').click()")
+    assert await page.run(f"{CONTENT}.textContent") == ANSWER and await page.run(f"{CONTENT}.children.length") == 0
+    await say(page, "Again")
+    await answered(page, 2)
+    assert await page.run("document.querySelectorAll('.content.plain').length") == 2
+    await page.run("document.querySelectorAll('.plain-text').forEach(button => button.click())")
+    shown = "[...document.querySelectorAll('.assistant .content')].map(content => content.innerHTML)"
+    first, second = await page.run(shown)
+    assert first == second and first.startswith("<h4")
+    # The request contains the model's raw text.
+    assert ANSWER in bytes(gateway.generator.requests[-1].prompt_token_ids).decode()
+    await shot(page, "markdown", narrow=True)
+    no_surprises(page, gateway)
 
 
-async def test_code_is_copied(page):
-    async with run_gateway(FakeGenerator(spell(ANSWER))) as gateway:
-        await opened(page, gateway)
-        await page.run("(navigator.clipboard.writeText = async text => { window.copied = text; }) && 1")
-        await say(page, "Hello")
-        await answered(page)
-        await page.run("document.querySelector('.code button').click()")
-        await page.until("document.querySelector('.code button').textContent === 'Copied'")
-        assert await page.run("window.copied") == ANSWER.split("```")[1].removeprefix("python\n").removesuffix("\n")
-        # Without TLS, only the old clipboard API is available to another machine.
-        await page.run("navigator.clipboard.writeText = undefined; 1")
-        await page.run("document.addEventListener('copy', () => { window.copied = getSelection().toString(); }); 1")
-        await page.run("document.querySelector('.code button').focus()")
-        await page.run("document.querySelector('.code button').click()")
-        await page.until("window.copied.startsWith('def by_length') && document.activeElement.tagName === 'BUTTON'")
-        no_surprises(page, gateway)
+async def test_code_is_copied(gateway, page):
+    gateway.generator.script = spell(ANSWER)
+    await opened(page, gateway)
+    await page.run("(navigator.clipboard.writeText = async text => { window.copied = text; }) && 1")
+    await say(page, "Hello")
+    await answered(page)
+    await page.run("document.querySelector('.code button').click()")
+    await page.until("document.querySelector('.code button').textContent === 'Copied'")
+    assert await page.run("window.copied") == ANSWER.split("```")[1].removeprefix("python\n").removesuffix("\n")
+    # Without TLS, only the old clipboard API is available to another machine.
+    await page.run("navigator.clipboard.writeText = undefined; 1")
+    await page.run("document.addEventListener('copy', () => { window.copied = getSelection().toString(); }); 1")
+    await page.run("document.querySelector('.code button').focus()")
+    await page.run("document.querySelector('.code button').click()")
+    await page.until("window.copied.startsWith('def by_length') && document.activeElement.tagName === 'BUTTON'")
+    no_surprises(page, gateway)
 
 
-async def test_it_streams_block_by_block_and_each_is_heard_once(page):
+async def test_it_streams_block_by_block_and_each_is_heard_once(gateway, page):
     gates = [asyncio.Event() for _ in range(4)]
     pieces = ["First *bl", "ock*.\n\nSecond", " block.\n\n```js\na", "\nb", "\n```\n"]
     steps: list[Step] = [TextDelta(0, pieces[0], [1])]
     for gate, piece in zip(gates, pieces[1:], strict=True):
         steps += [gate, TextDelta(0, piece, [1])]
     steps[-1] = TextDelta(0, pieces[-1], [1], finish_reason="stop")
-    async with run_gateway(FakeGenerator(lambda _: steps)) as gateway:
-        await opened(page, gateway)
-        await page.run("""
-            window.heard = [];
-            new MutationObserver(changes => changes.forEach(({addedNodes}) =>
-              addedNodes.forEach(node => window.heard.push(node.textContent))))
-              .observe(document.getElementById('announce'), {childList: true, subtree: true});
-        """)
-        await say(page, "Go")
-        await page.until(f"{CONTENT}?.textContent === 'First *bl'")
-        assert await page.run("window.heard") == []
-        gates[0].set()
-        await page.until(f"{CONTENT}.textContent === 'First block.Second'")
-        gates[1].set()
-        await page.until(f"{CONTENT}.querySelector('pre')?.textContent === 'a'")
-        assert await page.run("window.heard") == ["First block.", "Second block."]
-        # Growing code stays the same element, so a selection in it remains.
-        await page.run(f"[window.first, window.code] = [{CONTENT}.firstChild, {CONTENT}.querySelector('code')]; 1")
-        await page.run("getSelection().setBaseAndExtent(window.code.firstChild, 0, window.code.firstChild, 1)")
-        gates[2].set()
-        await page.until("window.code.textContent === 'a\\nb'")
-        assert await page.run("getSelection().toString()") == "a"
-        gates[3].set()
-        await answered(page)
-        assert await page.run(f"window.first === {CONTENT}.firstChild && window.code.isConnected")
-        assert await page.run("window.heard") == ["First block.", "Second block.", "a\nb", "The response is complete."]
-        assert await page.run("document.getElementById('log').getAttribute('aria-live')") is None
-        no_surprises(page, gateway)
+    gateway.generator.script = lambda _: steps
+    await opened(page, gateway)
+    await page.run("""
+        window.heard = [];
+        new MutationObserver(changes => changes.forEach(({addedNodes}) =>
+          addedNodes.forEach(node => window.heard.push(node.textContent))))
+          .observe(document.getElementById('announce'), {childList: true, subtree: true});
+    """)
+    await say(page, "Go")
+    await page.until(f"{CONTENT}?.textContent === 'First *bl'")
+    assert await page.run("window.heard") == []
+    gates[0].set()
+    await page.until(f"{CONTENT}.textContent === 'First block.Second'")
+    gates[1].set()
+    await page.until(f"{CONTENT}.querySelector('pre')?.textContent === 'a'")
+    assert await page.run("window.heard") == ["First block.", "Second block."]
+    # Growing code stays the same element, so a selection in it remains.
+    await page.run(f"[window.first, window.code] = [{CONTENT}.firstChild, {CONTENT}.querySelector('code')]; 1")
+    await page.run("getSelection().setBaseAndExtent(window.code.firstChild, 0, window.code.firstChild, 1)")
+    gates[2].set()
+    await page.until("window.code.textContent === 'a\\nb'")
+    assert await page.run("getSelection().toString()") == "a"
+    gates[3].set()
+    await answered(page)
+    assert await page.run(f"window.first === {CONTENT}.firstChild && window.code.isConnected")
+    assert await page.run("window.heard") == ["First block.", "Second block.", "a\nb", "The response is complete."]
+    assert await page.run("document.getElementById('log').getAttribute('aria-live')") is None
+    no_surprises(page, gateway)
 
 
 HOSTILE = (
@@ -183,31 +182,29 @@ ELEMENTS |= {"TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
 ATTRIBUTES = {"hrefhttps:", "rel", "target", "title", "dir", "class", "type", "aria-label", "scope", "data-language"}
 
 
-async def test_hostile_answers(page):
+async def test_hostile_answers(gateway, page):
     """Any text gives only Markdown's elements, without handlers or styles, and causes no requests."""
     generator = random.Random(3)
     texts = ["".join(generator.choices(HOSTILE, k=generator.randrange(1, 40))) for _ in range(400)]
-    async with run_gateway() as gateway:
-        await opened(page, gateway)
-        seen = set(await page.run(f"{DRAW}({json.dumps(texts)})"))
-        assert seen <= ELEMENTS | ATTRIBUTES and {"P", "A", "CODE", "TABLE", "hrefhttps:"} <= seen
-        no_surprises(page, gateway)
+    await opened(page, gateway)
+    seen = set(await page.run(f"{DRAW}({json.dumps(texts)})"))
+    assert seen <= ELEMENTS | ATTRIBUTES and {"P", "A", "CODE", "TABLE", "hrefhttps:"} <= seen
+    no_surprises(page, gateway)
 
 
-async def test_a_long_answer_streams_in_reasonable_time(page):
+async def test_a_long_answer_streams_in_reasonable_time(gateway, page):
     """A list of 4,000 items is one block; it is redrawn, but not for every piece."""
-    async with run_gateway() as gateway:
-        await opened(page, gateway)
-        shown = await page.run("""(async () => {
-            const { Prose } = await import("/page/prose.js");
-            const prose = new Prose(false);
-            document.getElementById("log").append(prose.element);
-            for (let piece = 0; piece < 4000; piece += 1) {
-                prose.append(`- *item* ${piece}\\n`);
-                if (piece % 50 === 0) await new Promise(resolve => setTimeout(resolve));
-            }
-            prose.finish();
-            return prose.element.querySelectorAll("li > p > em").length;
-        })()""")
-        assert shown == 4000
-        no_surprises(page, gateway)
+    await opened(page, gateway)
+    shown = await page.run("""(async () => {
+        const { Prose } = await import("/page/prose.js");
+        const prose = new Prose(false);
+        document.getElementById("log").append(prose.element);
+        for (let piece = 0; piece < 4000; piece += 1) {
+            prose.append(`- *item* ${piece}\\n`);
+            if (piece % 50 === 0) await new Promise(resolve => setTimeout(resolve));
+        }
+        prose.finish();
+        return prose.element.querySelectorAll("li > p > em").length;
+    })()""")
+    assert shown == 4000
+    no_surprises(page, gateway)

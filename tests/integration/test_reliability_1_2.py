@@ -19,7 +19,6 @@ from gateway.text.pipeline import TextPipeline, TextThreads
 from tests.e2e.server import wait_until
 from tests.fakes.fake_generator import MODEL as FAKE_MODEL
 from tests.fakes.hermes import hermes_bundle, tokenizer
-from tests.fakes.http_gateway import run_gateway
 from tests.fakes.prepared_server import MODEL, PreparedServer
 
 USER = [{"role": "user", "content": "hello"}]
@@ -48,22 +47,21 @@ def numbers_of(kind: type) -> list[tuple[str, type]]:
 @pytest.mark.parametrize(
     ("path", "kind"), [("/v1/chat/completions", ChatFields), ("/v1/completions", CompletionFields)]
 )
-async def test_no_number_is_taken_for_another_kind(path, kind):
+async def test_no_number_is_taken_for_another_kind(gateway, path, kind):
     """CVE-2026-54235, CVE-2026-21869: each numeric field, including those added later."""
     basis = {"model": FAKE_MODEL, **({"messages": USER} if kind is ChatFields else {"prompt": "hi"})}
     numbers = numbers_of(kind)
     assert {("temperature", float), ("top_k", int), ("seed", int)} <= set(numbers)
-    async with run_gateway() as gateway:
-        for name, number in numbers:
-            values = ['"5"', "[]", "{}", "[1]", "1e999", "NaN", "-Infinity"]
-            values += ["true", "false"] if bool not in typing.get_args(typing.get_type_hints(kind)[name]) else []
-            values += ["1.5", "1e30", str(2**63), str(2**200), str(-(2**200))] if number is int else ["1e308"]
-            for value in values:
-                raw = json.dumps({**basis, name: 0}).replace(f'"{name}": 0', f'"{name}": {value}')
-                status, body, _ = await gateway.post(path, raw.encode())
-                assert status == 400, (name, value)
-                assert body["error"]["type"] == "invalid_request_error", (name, value)
-        assert not gateway.generator.requests
+    for name, number in numbers:
+        values = ['"5"', "[]", "{}", "[1]", "1e999", "NaN", "-Infinity"]
+        values += ["true", "false"] if bool not in typing.get_args(typing.get_type_hints(kind)[name]) else []
+        values += ["1.5", "1e30", str(2**63), str(2**200), str(-(2**200))] if number is int else ["1e308"]
+        for value in values:
+            raw = json.dumps({**basis, name: 0}).replace(f'"{name}": 0', f'"{name}": {value}')
+            status, body, _ = await gateway.post(path, raw.encode())
+            assert status == 400, (name, value)
+            assert body["error"]["type"] == "invalid_request_error", (name, value)
+    assert not gateway.generator.requests
 
 
 BAD_SCHEMAS = [

@@ -176,16 +176,16 @@ async def test_what_cannot_start_says_why(tmp_path, arguments, message):
 
 async def test_the_serving_benchmark_measures_a_server_that_runs():
     server = FakeOpenAIServer(ttft=0.01)
-    arguments = ["--no-ceiling", "--rounds", "1", "--concurrency", "4", "--tests", "load", "prefix"]
+    arguments = ["--no-ceiling", "--rounds", "1", "--concurrency", "4", "--tests", "load", "single"]
     async with server.running() as url:
         code, out, err = await replay("--url", url, *arguments, module="scripts.loadtest.bench")
     assert code == 0, err
     figures = json.loads(out.splitlines()[-1])
     assert figures["load"]["output_tokens_per_second"] > 0
-    assert figures["prefix"]["ratio"] > 0
+    assert figures["single"]["ttft_p50_ms"] > 0
     prompts = [tuple(body["prompt"]) for body in server.bodies]
-    assert len(set(prompts)) == len(prompts) == 2 + 4 + 10
-    assert sorted(map(len, prompts)) == [32] * 2 + [128] * 4 + [1000] * 10
+    assert len(set(prompts)) == len(prompts) == 2 + 4 + 4
+    assert sorted(map(len, prompts)) == [32] * 2 + [128] * 8
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.bodies)
 
 
