@@ -66,18 +66,6 @@ def test_token_ids_are_the_text_and_options_change_it(server: Server) -> None:
     np.testing.assert_allclose(cut, cut_ids, atol=1e-4)
 
 
-def test_the_whole_context_and_not_a_token_more_by_the_pooling_of_the_worker() -> None:
-    lengths = ("--max-model-len", "64", "--max-num-batched-tokens", "48", "--max-num-seqs", "8")
-    with Server((*lengths, "--pooling", "mean", "--dtype", "float32")) as small:
-        ids = list(range(100, 164))
-        both = vectors(small, [ids, ids[:5]])
-        np.testing.assert_allclose(both, vectors(small, [ids, ids[:5]], pooling="mean"), atol=1e-4)
-        assert np.abs(both - vectors(small, [ids, ids[:5]], pooling="last")).max(axis=1).min() > 0.01
-        status, answer = small.request("POST", "/v1/embeddings", {"model": MODEL, "input": [[5], [*ids, 5]]})
-        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
-        assert answer["error"]["param"] == "input[1]"
-
-
 async def test_chat_goes_on_beside_a_large_batch(server: Server) -> None:
     async with server.async_client() as client:
         question = [{"role": "user", "content": "What is the capital of France?"}]

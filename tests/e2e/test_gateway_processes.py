@@ -81,14 +81,20 @@ def _refused(server: Server) -> bool:
         connection.close()
 
 
-def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
-    with contextlib.ExitStack() as streams:
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_limit_of_waiting_requests_and_none_outlives_its_client(pair: Server, stream: bool) -> None:
+    pair.await_report()
+    num_tokens = pair.metric("generation_tokens_total")
+    with contextlib.ExitStack() as connections:
         for _ in range(4):
-            streams.callback(_ask(pair, {"max_tokens": 8000, "stream": True}).close)
+            connections.callback(_ask(pair, {"max_tokens": 8000, "stream": stream}).close)
+        wait_until(lambda: pair.metric("num_requests_running") == 2, 60, "two run")
         wait_until(lambda: pair.metric("num_requests_waiting") == 2, 60, "two wait")
+        assert pair.metric("kv_cache_usage_perc") > 0
         # Either process refuses, once both have the worker's next report.
         wait_until(lambda: all(_refused(pair) for _ in range(8)), 90, "every further request is refused")
-    wait_until(pair.idle, 60, "idle")
+    wait_until(pair.idle, 60, "idle after the clients left")
+    assert pair.metric("generation_tokens_total") - num_tokens < 8000, "one of them ran to its end"
     # The other process learns this from the worker's next report, which a refusal requests.
     body = BODY | {"max_tokens": 2}
     wait_until(

@@ -24,7 +24,7 @@ from shared.settings import WorkerSettings
 from tests.e2e.speculation_prompts import PROMPTS
 from worker.drafting.proposal import Proposal
 from worker.executor.build import make_runner
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models, load_decoder
 from worker.executor.resolve import cache_directory
@@ -109,7 +109,7 @@ class World:
         """Return a scheduler; without draft model and lookup, drafts come from predictions only, or there are none."""
         settings, spec = SETTINGS, self._files.spec
         models = Models(self.target, ParallelContext(), draft)
-        runner = make_runner(settings, models, KVPlan(settings.num_kv_pages, MAX_LEN), self._ops, CpuDevice())
+        runner = make_runner(settings, models, KVPlan(settings.num_kv_pages, MAX_LEN), self._ops, Device())
         kv = KVManager(num_pages=settings.num_kv_pages, page_size=16, num_groups=1, enable_prefix_caching=True)
         config = SchedulerConfig(
             max_num_seqs=settings.max_num_seqs,

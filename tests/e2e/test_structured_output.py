@@ -1,4 +1,4 @@
-"""The default model follows schemas, regular expressions, choices and grammars."""
+"""The default model follows schemas, expressions and tools; its template has no tools, and it is too weak to choose."""
 
 from __future__ import annotations
 
@@ -16,141 +16,135 @@ from tests.fakes.json_schemas import SCHEMAS
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
 MODEL = "SmolLM2-135M-Instruct"
-DIGIT = {"type": "regex", "pattern": "[0-9]"}
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 ENDLESS = {"person_open", "recursion", "linked_list"}
 """Schemas that let a weak model continue up to max_tokens."""
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 30}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, (_, schema) in SCHEMAS.items()
+    if schema.get("type") == "object" and name not in ENDLESS
+]
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+NOW = {"type": "function", "function": {"name": "now"}}
 
 
 def ask(server: Server, question: str, **fields: Any) -> Any:
     body = {"model": MODEL, "temperature": 0.0, "max_tokens": 120, **fields}
     with server.client() as client:
         answer = client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
-        return list(answer) if fields.get("stream") else answer
+        return list(answer) if fields.get("stream") else answer.choices
 
 
-def schema_format(schema: Any, name: str = "answer", **more: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, **more}}
-
-
-def check(choice: Any, schema: Any) -> None:
-    """Check that a text is valid JSON if it ended by itself."""
-    assert choice.finish_reason in ("stop", "length")
-    if choice.finish_reason == "stop":
-        jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(choice.message.content))
-
-
-def test_fifty_schemas(server):
-    def one(name: str) -> tuple[str, Any]:
-        question, schema = SCHEMAS[name]
-        return name, ask(server, question, response_format=schema_format(schema))
-
+def ask_all(server: Server, questions: list[str], fields: list[dict[str, Any]]) -> list[Any]:
+    """Return the choices of each question; many are asked at a time."""
     with ThreadPoolExecutor(16) as pool:
-        answers = dict(pool.map(one, SCHEMAS))
-    assert len(answers) == 50
-    for name, answer in answers.items():
-        check(answer.choices[0], SCHEMAS[name][1])
-    cut = {name for name, answer in answers.items() if answer.choices[0].finish_reason != "stop"}
-    assert cut <= ENDLESS
+        return list(pool.map(lambda question, more: ask(server, question, **more), questions, fields))
 
 
-@pytest.mark.slow
-def test_random_answers_of_several_choices_are_valid_too(server):
-    names = list(SCHEMAS)[::5]
-
-    def one(name: str) -> Any:
-        question, schema = SCHEMAS[name]
-        return ask(server, question, response_format=schema_format(schema), temperature=1.0, seed=5, n=3)
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(one, names))
-    for name, answer in zip(names, answers, strict=True):
-        assert len(answer.choices) == 3
-        for choice in answer.choices:
-            check(choice, SCHEMAS[name][1])
-    assert any(len({choice.message.content for choice in answer.choices}) > 1 for answer in answers)
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def test_a_stream_and_a_seed_give_the_same_text(server):
-    question, schema = SCHEMAS["person"]
-    fields: dict[str, Any] = {"response_format": schema_format(schema), "temperature": 1.0, "seed": 11}
-    whole = ask(server, question, **fields).choices[0]
-    pieces, finish = [], None
-    for chunk in ask(server, question, stream=True, **fields):
-        pieces.append(chunk.choices[0].delta.content or "")
-        finish = chunk.choices[0].finish_reason or finish
-    assert "".join(pieces) == whole.message.content
-    assert finish == whole.finish_reason
+def check(text: str, schema: Any) -> None:
+    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
 
 
-def test_log_probabilities_belong_to_the_text(server):
-    question, schema = SCHEMAS["enum"]
-    choice = ask(server, question, response_format=schema_format(schema), logprobs=True, top_logprobs=3).choices[0]
-    check(choice, schema)
-    entries = choice.logprobs.content
-    text = b"".join(bytes(entry.bytes) for entry in entries).decode()
-    assert text.startswith(choice.message.content)
-    assert all(entry.logprob <= 0 and len(entry.top_logprobs) == 3 for entry in entries)
+def check_calls(choice: Any, tools: list[dict[str, Any]]) -> list[str]:
+    """Check that each call names one of the tools and has valid arguments; return the names."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"type": "object"}) for tool in tools}
+    assert choice.message.tool_calls and not choice.message.content
+    for call in choice.message.tool_calls:
+        check(call.function.arguments, schemas[call.function.name])
+    return [call.function.name for call in choice.message.tool_calls]
 
 
-def test_truncated_structured_output_ends_with_length(server):
-    """Report 42."""
-    for stream in (False, True):
-        answer = ask(server, "Tell a story.", response_format={"type": "json_object"}, max_tokens=10, stream=stream)
-        chunks = answer if stream else [answer]
-        assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
+def test_schemas_are_followed(server: Server) -> None:
+    """Half of the answers are random. A test of the gateway has random texts for every schema."""
+    chosen = list(SCHEMAS)[::3]
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 5, "n": 2}
+    fields = [
+        {"response_format": schema_format(SCHEMAS[name][1]), **(sampled if index % 2 else {})}
+        for index, name in enumerate(chosen)
+    ]
+    for name, choices in zip(chosen, ask_all(server, [SCHEMAS[name][0] for name in chosen], fields), strict=True):
+        for choice in choices:
+            if choice.finish_reason == "stop":
+                check(choice.message.content, SCHEMAS[name][1])
+            else:
+                assert choice.finish_reason == "length" and (name in ENDLESS or len(choices) == 2), name
 
 
-def test_white_space_does_not_fill_an_answer(server):
-    """Report 40: a weak model at temperature 0."""
-    answer = ask(server, "How old is Ann? Answer in JSON.", response_format=schema_format(SCHEMAS["person"][1]))
-    assert answer.choices[0].finish_reason == "stop"
-    assert not re.search(r"\s\s", re.sub(r"\n +", " ", answer.choices[0].message.content))
-
-
-@pytest.mark.parametrize(
-    ("outputs", "pattern"),
-    [
+def test_structured_outputs_are_followed(server: Server) -> None:
+    digit = {"type": "regex", "pattern": "[0-9]"}
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"regex": r"[A-Z]{3}-\d{4}"}, r"[A-Z]{3}-[0-9]{4}"),
         ({"choice": ["positive", "negative", "neutral"]}, "positive|negative|neutral"),
         ({"grammar": 'root ::= "I say " ("yes" | "no") "."'}, r"I say (yes|no)\."),
-        ({"grammar": 'start: "(" INT ("+" INT)* ")"\nINT: /[0-9]{1,3}/'}, r"\(\d{1,3}(\+\d{1,3})*\)"),
-        ({"json_object": True, "disable_any_whitespace": True}, r"\{.*\}"),
+        ({"grammar": 'start: "(" INT ("+" INT){0,3} ")"\nINT: /[0-9]{1,3}/'}, r"\(\d{1,3}(\+\d{1,3}){0,3}\)"),
         (
-            {"structural_tag": {"format": {"type": "tag", "begin": "<n>", "content": DIGIT, "end": "</n>"}}},
+            {"structural_tag": {"format": {"type": "tag", "begin": "<n>", "content": digit, "end": "</n>"}}},
             "<n>[0-9]</n>",
         ),
-    ],
-)
-def test_structured_outputs(server, outputs, pattern):
-    options: dict[str, Any] = {"max_tokens": 100, "temperature": 0.8, "seed": 3}
-    options["extra_body"] = {"structured_outputs": outputs}
-    chat = ask(server, "What do you say?", **options).choices[0]
-    texts = [(chat.message.content, chat.finish_reason)]
-    if "json_object" not in outputs:
-        with server.client() as client:
-            done = client.completions.create(model=MODEL, prompt="It is said:", **options).choices[0]
-        texts.append((done.text, done.finish_reason))
-    for text, finish in texts:
-        if finish == "stop":
-            assert re.fullmatch(pattern, text, re.DOTALL), text
+    ]
+    options = {"temperature": 0.8, "seed": 3}
+    fields = [{**options, "extra_body": {"structured_outputs": outputs}} for outputs, _ in cases]
+    for (_, pattern), (choice,) in zip(cases, ask_all(server, ["Well?"] * len(cases), fields), strict=True):
+        assert choice.finish_reason == "stop" and re.fullmatch(pattern, choice.message.content)
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_enforced_calls_have_valid_arguments(server: Server, choice: str) -> None:
+    sets = [[tool, TOOLS[index - 1], NOW] for index, tool in enumerate(TOOLS)][0 if choice == "required" else 3 :: 6]
+    fields = [
+        {
+            "tools": tools,
+            "tool_choice": "required" if choice == "required" else {**tools[0], "function": {"name": name}},
+            "parallel_tool_calls": False,
+            "max_tokens": 300,
+        }
+        for tools in sets
+        for name in [tools[0]["function"]["name"]]
+    ]
+    called = set()
+    for tools, (answer,) in zip(sets, ask_all(server, ["Do it."] * len(sets), fields), strict=True):
+        (name,) = check_calls(answer, tools)
+        called.add(name)
+        assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+        assert choice == "required" or name == tools[0]["function"]["name"]
+    assert len(called) > 2
+
+
+def test_a_stream_of_calls_is_the_same_message(server: Server) -> None:
+    tools = [WEATHER, NOW]
+    fields: dict[str, Any] = {"tools": tools, "tool_choice": "required", "temperature": 1.0, "seed": 7}
+    (whole,) = ask(server, "Oslo and Rome?", **fields)
+    chunks = [chunk.choices[0] for chunk in ask(server, "Oslo and Rome?", stream=True, **fields)]
+    calls: list[list[str]] = []
+    for call in [call for chunk in chunks for call in chunk.delta.tool_calls or []]:
+        if call.id is not None:
+            assert call.index == len(calls) and call.function.arguments == ""
+            calls.append([call.function.name, ""])
         else:
-            assert finish == "length" and "json_object" in outputs
+            calls[call.index][1] += call.function.arguments
+    assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [whole.finish_reason]
+    if whole.finish_reason == "tool_calls":
+        check_calls(whole, tools)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"response_format": schema_format({"type": "stsring"})},  # CVE-2025-48942
-        {"extra_body": {"structured_outputs": {"regex": "(?<=x)a"}}},  # CVE-2025-48943
-        {"extra_body": {"structured_outputs": {"grammar": "root ::= root"}}},  # CVE-2025-57809
-        {"response_format": schema_format({"type": "integer", "multipleOf": 123456789})},
-    ],
-)
-def test_bad_grammars_do_not_reach_the_worker(server, fields):
-    """Report 44."""
-    pids = server.worker_pids()
-    with pytest.raises(Exception, match="cannot be used"):
-        ask(server, "hi", **fields)
-    assert ask(server, "Say hi.", max_tokens=3).choices[0].finish_reason == "length"
-    assert server.worker_pids() == pids
+def test_structured_content_beside_tools(server: Server) -> None:
+    """The message is an answer that follows response_format, or a valid call."""
+    form = schema_format(SCHEMAS["person"][1])
+    fields = [
+        {"tools": [WEATHER], "response_format": form, "temperature": 1.0, "seed": seed, "max_tokens": 200}
+        for seed in range(4)
+    ]
+    num_whole = 0
+    for (choice,) in ask_all(server, ["Who are you?"] * 4, fields):
+        if choice.message.tool_calls:
+            check_calls(choice, [WEATHER])
+        elif choice.finish_reason == "stop":
+            check(choice.message.content, SCHEMAS["person"][1])
+        num_whole += choice.finish_reason in ("stop", "tool_calls")
+    assert num_whole
