@@ -18,8 +18,7 @@ from gateway.api.anthropic.fields import (
     ThinkingField,
     ToolDefinition,
     check_cache_control,
-    check_choice,
-    unsupported,
+    given_type,
 )
 from gateway.api.common.fields import (
     MAX_INT32,
@@ -31,12 +30,15 @@ from gateway.api.common.fields import (
     PlacedToolField,
     ToolChoiceField,
     ToolField,
+    check_choice,
     check_range,
+    invalid,
+    missing,
+    unsupported,
 )
 from gateway.api.common.reasoning import SWITCHES
 from gateway.cluster.registry import ModelEntry
 from gateway.http.body import convert
-from shared.errors import InvalidRequestError
 
 MIN_THINKING_TOKENS = 1024
 MAX_USER_ID = 256
@@ -75,12 +77,11 @@ def chat_of_messages(fields: MessagesFields, entry: ModelEntry) -> ChatFields:
     """
     check_range("max_tokens", fields.max_tokens, 0, MAX_INT32)
     if fields.temperature is not None and not 0.0 <= fields.temperature <= 1.0:
-        raise InvalidRequestError(f"temperature must be in [0, 1], got {fields.temperature:g}.", param="temperature")
+        raise invalid("temperature", f"must be in [0, 1], got {fields.temperature:g}.")
     chat = chat_of_conversation(fields, entry)
     budget = None if fields.thinking is None else fields.thinking.budget_tokens
     if budget is not None and budget >= fields.max_tokens:
-        name = "thinking.budget_tokens"
-        raise InvalidRequestError(f"{name} must be less than max_tokens = {fields.max_tokens}.", param=name)
+        raise invalid("thinking.budget_tokens", f"must be less than max_tokens = {fields.max_tokens}.")
     chat.temperature, chat.top_p, chat.top_k = fields.temperature, fields.top_p, fields.top_k
     chat.stop = fields.stop_sequences
     chat.stream = fields.stream
@@ -89,8 +90,7 @@ def chat_of_messages(fields: MessagesFields, entry: ModelEntry) -> ChatFields:
         chat.service_tier = _TIERS[fields.service_tier]
     if fields.metadata is not None and fields.metadata.user_id is not None:
         if len(fields.metadata.user_id) > MAX_USER_ID:
-            name = "metadata.user_id"
-            raise InvalidRequestError(f"{name} must have at most {MAX_USER_ID} characters.", param=name)
+            raise invalid("metadata.user_id", f"must have at most {MAX_USER_ID} characters.")
         chat.user = fields.metadata.user_id
     return chat
 
@@ -101,7 +101,7 @@ def _tools(values: list[dict[str, Any]] | None, referenced: Mapping[str, str]) -
     names = {tool.name for tool in tools}
     for name, place in referenced.items():
         if name not in names:
-            raise InvalidRequestError(f"{place} {name[:64]!r} is not the name of a tool in tools.", param=place)
+            raise invalid(place, f"{name[:64]!r} is not the name of a tool in tools.")
     if values is None:
         return None
     return [
@@ -115,17 +115,13 @@ def _tool(value: dict[str, Any], place: str) -> ToolDefinition:
     # Check the type first, because each type of tool has other fields.
     kind = value.get("type")
     if kind is not None and kind != "custom":
-        given = repr(kind[:64]) if isinstance(kind, str) else "the given value"
-        name = f"{place}.type"
-        raise unsupported(name, f"{name} must be custom, not {given}: the server does not run tools.")
+        raise unsupported(f"{place}.type", f"must be custom, not {given_type(kind)}: the server does not run tools.")
     tool = convert(value, ToolDefinition, place)
     check_cache_control(tool.cache_control, f"{place}.cache_control")
     if tool.allowed_callers not in (None, ["direct"]):
-        name = f"{place}.allowed_callers"
-        raise unsupported(name, f'{name} must be ["direct"]: the server does not run programs.')
+        raise unsupported(f"{place}.allowed_callers", 'must be ["direct"]: the server does not run programs.')
     if tool.eager_input_streaming is False:
-        name = f"{place}.eager_input_streaming"
-        raise unsupported(name, f"{name} must be true: input is streamed as it is generated.")
+        raise unsupported(f"{place}.eager_input_streaming", "must be true: input is streamed as it is generated.")
     return tool
 
 
@@ -142,18 +138,13 @@ def _tool_field(tool: ToolDefinition, place: str) -> ToolField:
 def _tool_choice(choice: ChoiceField) -> str | ToolChoiceField:
     check_choice("tool_choice.type", choice.type, (*_CHOICES, "tool"))
     if choice.type == "none" and choice.disable_parallel_tool_use is not None:
-        name = "tool_choice.disable_parallel_tool_use"
-        raise InvalidRequestError(f"{name} cannot be combined with tool_choice.type none.", param=name)
+        raise invalid("tool_choice.disable_parallel_tool_use", "cannot be combined with tool_choice.type none.")
     if choice.type == "tool":
         if choice.name is None:
-            raise InvalidRequestError(
-                "Missing required parameter: tool_choice.name.",
-                param="tool_choice.name",
-                code="missing_required_parameter",
-            )
+            raise missing("tool_choice.name")
         return ToolChoiceField(type="function", function=FunctionName(name=choice.name))
     if choice.name is not None:
-        raise InvalidRequestError("tool_choice.name requires tool_choice.type tool.", param="tool_choice.name")
+        raise invalid("tool_choice.name", "requires tool_choice.type tool.")
     return _CHOICES[choice.type]
 
 
@@ -161,13 +152,9 @@ def _apply_output_config(chat: ChatFields, fields: ConversationFields, entry: Mo
     """Apply `output_config`, and `output_format`, which is the former name of `output_config.format`."""
     config = fields.output_config or OutputConfig()
     if config.task_budget is not None:
-        name = "output_config.task_budget"
-        raise unsupported(name, f"{name} is not supported: models do not know their remaining budget.")
+        raise unsupported("output_config.task_budget", "is not supported: models do not know their remaining budget.")
     if config.format is not None and fields.output_format is not None:
-        name = "output_format"
-        raise InvalidRequestError(
-            f"{name} and output_config.format are the same field; send only the latter.", param=name
-        )
+        raise invalid("output_format", "and output_config.format are the same field; send only the latter.")
     for name, form in (("output_config.format", config.format), ("output_format", fields.output_format)):
         if form is not None:
             check_choice(f"{name}.type", form.type, ("json_schema",))
@@ -202,8 +189,7 @@ def _apply_thinking(chat: ChatFields, thinking: ThinkingField, entry: ModelEntry
     found = switches(entry)
     if thinking.type == "disabled":
         if entry.formats.reasoning is not None and not found:
-            name = "thinking.type"
-            raise unsupported(name, f"{name} cannot be disabled: the model's chat template has no switch for it.")
+            raise unsupported("thinking.type", "cannot be disabled: the model's chat template has no switch for it.")
         chat.reasoning_effort = "none"
         return
     if thinking.budget_tokens is not None and can_think(entry):
@@ -216,22 +202,19 @@ def _check_thinking(thinking: ThinkingField) -> None:
     if thinking.type == "between_tools":
         # Text before a call would be returned as thinking, so a stream would have to hold text back until it is known
         # whether a call follows.
-        name = "thinking.type"
         raise unsupported(
-            name,
-            f"{name} between_tools is not supported here: text before a call is returned as text, not as thinking. "
+            "thinking.type",
+            "between_tools is not supported here: text before a call is returned as text, not as thinking. "
             "Send disabled.",
         )
     check_choice("thinking.type", thinking.type, ("enabled", "disabled", "adaptive"))
     if thinking.display not in (None, "summarized", "omitted"):
-        name = "thinking.display"
-        raise unsupported(name, f"{name} must be summarized or omitted.")
+        raise unsupported("thinking.display", "must be summarized or omitted.")
     if thinking.block_binding is not None and (behavior := thinking.block_binding.prefix_mismatch_behavior) is not None:
         check_choice("thinking.block_binding.prefix_mismatch_behavior", behavior, ("error", "drop_block"))
     if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
-        name = "thinking.budget_tokens"
-        raise InvalidRequestError(
-            f"{name} is required with thinking.type enabled and not allowed with other types.", param=name
+        raise invalid(
+            "thinking.budget_tokens", "is required with thinking.type enabled and not allowed with other types."
         )
     if thinking.budget_tokens is not None:
         check_range("thinking.budget_tokens", thinking.budget_tokens, MIN_THINKING_TOKENS, MAX_INT32)
@@ -260,17 +243,16 @@ def _kept_rounds(management: ContextManagement | None) -> int | None:
     for index, edit in enumerate(edits):
         kind = edit.get("type")
         if kind != _CLEAR_THINKING:
-            given = repr(kind[:64]) if isinstance(kind, str) else "the given value"
-            name = f"{place}[{index}].type"
-            raise unsupported(name, f"{name} must be {_CLEAR_THINKING}, not {given}: conversations are not shortened.")
+            raise unsupported(
+                f"{place}[{index}].type",
+                f"must be {_CLEAR_THINKING}, not {given_type(kind)}: conversations are not shortened.",
+            )
     if len(edits) > 1:
-        raise InvalidRequestError(f"{place} must have at most one entry of each type.", param=place)
-    return _kept(edits[0], f"{place}[0]") if edits else None
-
-
-def _kept(edit: dict[str, Any], place: str) -> int | None:
-    keep = convert(edit, _ClearThinking, place).keep
-    name = f"{place}.keep"
+        raise invalid(place, "must have at most one entry of each type.")
+    if not edits:
+        return None
+    keep = convert(edits[0], _ClearThinking, f"{place}[0]").keep
+    name = f"{place}[0].keep"
     if keep is None:
         return 1  # Anthropic's default
     if isinstance(keep, str):
@@ -278,7 +260,5 @@ def _kept(edit: dict[str, Any], place: str) -> int | None:
         return None
     check_choice(f"{name}.type", keep.type, ("all", "thinking_turns"))
     if (keep.type == "all") != (keep.value is None):
-        raise InvalidRequestError(
-            f"{name}.value is required with type thinking_turns and not allowed with type all.", param=f"{name}.value"
-        )
+        raise invalid(f"{name}.value", "is required with type thinking_turns and not allowed with type all.")
     return None if keep.value is None else check_range(f"{name}.value", keep.value, 1, MAX_INT32)

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.anthropic.fields import CacheControl, check_cache_control, unsupported, unsupported_kind
+from gateway.api.anthropic.fields import CacheControl, check_cache_control, unsupported_kind
+from gateway.api.common.fields import check_length, invalid, unsupported
 from gateway.api.common.messages import MAX_NAME
 from gateway.http.body import convert
-from shared.errors import InvalidRequestError
 
 SKIPPED = ("redacted_thinking", "fallback")
 """Types of the assistant's blocks that are skipped. Other servers create them, and agents send whole histories back."""
@@ -140,7 +140,7 @@ def content_blocks(content: object, place: str, kinds: Mapping[str, type[Block]]
     if isinstance(content, str):
         return [(place, TextBlock(type="text", text=content))]
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{place} must be a string or a list of blocks.", param=place, code="invalid_type")
+        raise invalid(place, "must be a string or a list of blocks.", "invalid_type")
     skipped = SKIPPED if kinds is KINDS["assistant"] else ()
     blocks = []
     for index, block in enumerate(content):
@@ -162,7 +162,7 @@ def text_parts(blocks: Sequence[Placed]) -> list[dict[str, str]]:
 
 def _block(value: object, place: str, kinds: Mapping[str, type[Block]]) -> Block:
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+        raise invalid(place, "must be an object.", "invalid_type")
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in kinds:
         raise unsupported_kind(place, kind, tuple(kinds))
@@ -173,22 +173,15 @@ def _block(value: object, place: str, kinds: Mapping[str, type[Block]]) -> Block
         check_cache_control(block.cache_control, f"{place}.cache_control")
     if isinstance(block, TextBlock):
         if block.citations and kinds is not KINDS["assistant"]:
-            raise unsupported(f"{place}.citations", f"{place}.citations is not supported in this message.")
+            raise unsupported(f"{place}.citations", "is not supported in this message.")
     elif isinstance(block, ToolUseBlock):
-        _check_name(block.id, f"{place}.id")
-        _check_name(block.name, f"{place}.name")
+        check_length(f"{place}.id", block.id, MAX_NAME)
+        check_length(f"{place}.name", block.name, MAX_NAME)
         if block.caller is not None and block.caller.type != "direct":
-            raise unsupported(
-                f"{place}.caller", f"{place}.caller.type must be direct; the server does not run programs."
-            )
+            raise unsupported(f"{place}.caller.type", "must be direct; the server does not run programs.")
     elif isinstance(block, DocumentBlock | SearchResultBlock) and block.citations and block.citations.enabled:
-        raise unsupported(f"{place}.citations", f"{place}.citations is not supported; answers have no citations.")
+        raise unsupported(f"{place}.citations", "is not supported; answers have no citations.")
     return block
-
-
-def _check_name(value: str, place: str) -> None:
-    if not 1 <= len(value) <= MAX_NAME:
-        raise InvalidRequestError(f"{place} must have 1 to {MAX_NAME} characters.", param=place)
 
 
 def _text(block: Block, place: str) -> str | None:
@@ -210,8 +203,7 @@ def _document(source: Mapping[str, Any], place: str) -> str:
         case "text":
             text = convert(source, TextSource, place)
             if text.media_type != "text/plain":
-                name = f"{place}.media_type"
-                raise InvalidRequestError(f"{name} must be text/plain.", param=name)
+                raise invalid(f"{place}.media_type", "must be text/plain.")
             return text.data
         case "content":
             return _joined(content_blocks(convert(source, ContentSource, place).content, f"{place}.content", TEXT))

@@ -25,7 +25,7 @@ from gateway.api.anthropic.content import (
     content_blocks,
     text_parts,
 )
-from gateway.api.anthropic.fields import check_choice
+from gateway.api.common.fields import check_choice, check_known, invalid
 from gateway.api.common.messages import MAX_CALLS, check_count
 from gateway.api.common.reasoning import unpacked_reasoning
 from shared.errors import InvalidRequestError
@@ -37,7 +37,7 @@ _BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*(\n|\Z)")
 """Line that Claude Code puts before its system prompt for Anthropic's billing. It differs in each request, so the
 prefix cache would never find the text after it.
 """
-_CLEAR_AT = ("next_user_message", "never")
+_CLEAR_AT = (None, "next_user_message", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +122,20 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[_Turn]:
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
         role = message.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise InvalidRequestError(f"{place}.role must be one of {', '.join(ROLES)}.", param=f"{place}.role")
-        temporary = _is_temporary(message, role, place)
-        blocks = content_blocks(message.get("content"), f"{place}.content", KINDS[role])
+        check_choice(f"{place}.role", role, ROLES)
+        check_known(message, ("role", "content", "clear_at") if role == "system" else ("role", "content"), place)
+        check_choice(f"{place}.clear_at", message.get("clear_at"), _CLEAR_AT)
+        blocks = content_blocks(message.get("content"), f"{place}.content", KINDS[str(role)])
         if not blocks and role != "assistant":
-            raise InvalidRequestError(f"{place}.content must not be empty.", param=f"{place}.content")
-        if temporary and index < last_user:
+            raise invalid(f"{place}.content", "must not be empty.")
+        # Such a message of the operator is removed by the user's next message.
+        if message.get("clear_at") == "next_user_message" and index < last_user:
             continue
         if not turns or turns[-1].role != role:
-            turns.append(_Turn(role, place))
+            turns.append(_Turn(str(role), place))
         turns[-1].place = place
         turns[-1].blocks += blocks
     return turns
-
-
-def _is_temporary(message: Mapping[str, Any], role: str, place: str) -> bool:
-    """Return True if a message is removed by the user's next message. Raise an error for unknown fields."""
-    for name in message:
-        if name not in ("role", "content") and (name, role) != ("clear_at", "system"):
-            field_name = f"{place}.{name[:64]}"
-            raise InvalidRequestError(f"Unknown parameter: {field_name}.", param=field_name, code="unknown_parameter")
-    clear_at = message.get("clear_at")
-    if clear_at is not None:
-        check_choice(f"{place}.clear_at", clear_at, _CLEAR_AT)
-    return clear_at == "next_user_message"
 
 
 def _clear_thinking(turns: Sequence[_Turn], keep: int) -> None:
@@ -169,9 +158,9 @@ def _assistant(turn: _Turn) -> dict[str, Any]:
     ]
     calls = [_call(block) for _, block in turn.blocks if isinstance(block, ToolUseBlock)]
     if len(calls) > MAX_CALLS:
-        raise InvalidRequestError(
-            f"{turn.place}.content has {len(calls)} tool_use blocks; at most {MAX_CALLS} are allowed in a turn.",
-            param=f"{turn.place}.content",
+        raise invalid(
+            f"{turn.place}.content",
+            f"has {len(calls)} tool_use blocks; at most {MAX_CALLS} are allowed in a turn.",
         )
     message: dict[str, Any] = {"role": "assistant", "content": text_parts(turn.blocks) or ""}
     if any(thoughts):
@@ -202,13 +191,11 @@ def _user_messages(turn: _Turn, call_ids: set[str], referenced: dict[str, str]) 
             has_text = True
             continue
         if has_text:
-            message = f"{place}: tool_result blocks must come before the text of their turn."
-            raise InvalidRequestError(message, param=place)
+            raise invalid(place, "is a tool_result block, which must come before the text of its turn.")
         if block.tool_use_id not in call_ids:
-            name = f"{place}.tool_use_id"
-            raise InvalidRequestError(
-                f"{name} {block.tool_use_id[:64]!r} is not the id of a tool_use block of an earlier assistant message.",
-                param=name,
+            raise invalid(
+                f"{place}.tool_use_id",
+                f"{block.tool_use_id[:64]!r} is not the id of a tool_use block of an earlier assistant message.",
             )
         parts = _result(block, place, referenced)
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
@@ -229,12 +216,8 @@ def _result(block: ToolResultBlock, place: str, referenced: dict[str, str]) -> l
 
 def _check_continued(message: Mapping[str, Any], place: str) -> None:
     if message.get("tool_calls"):
-        raise InvalidRequestError(
-            f"{place} is the last message and has tool_use blocks; a tool_result for each of them must follow.",
-            param=place,
-        )
+        raise invalid(place, "is the last message and has tool_use blocks; a tool_result for each of them must follow.")
     if not any(part["text"] for part in message["content"] or ()):
-        raise InvalidRequestError(
-            f"{place} is the last message and from the assistant, so the model continues it; it must have text.",
-            param=place,
+        raise invalid(
+            place, "is the last message and from the assistant, so the model continues it; it must have text."
         )

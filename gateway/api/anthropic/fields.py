@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.api.common.fields import check_choice, invalid, unsupported
 from gateway.api.common.refused import SERVER, TEXT_ONLY
 from gateway.http.body import convert
 from shared.errors import InvalidRequestError
@@ -43,7 +44,6 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "speed": ("standard",),
 }
 """Values of refused fields that are accepted because they have no effect."""
-UNSUPPORTED = "unsupported_parameter"
 NO_THREADS = "thread_unsupported_request"
 _CODES = {"thread": NO_THREADS}
 """Error codes on which Anthropic's clients repeat the request without the field."""
@@ -174,13 +174,11 @@ def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) 
     for version in versions:
         for name in VERSIONS[version]:
             if body.get(name) is not None:
-                raise unsupported(
-                    name, f"{name} does not exist in version {version} of the API; use version 2023-06-01."
-                )
+                raise unsupported(name, f"does not exist in version {version} of the API; use version 2023-06-01.")
     for name, value in body.items():
         if name in REFUSED and value is not None and value not in NO_EFFECT.get(name, ()):
             reason = f": {REFUSED[name]}" if REFUSED[name] else ""
-            raise unsupported(name, f"{name} is not supported here{reason}.", _CODES.get(name, UNSUPPORTED))
+            raise invalid(name, f"is not supported here{reason}.", _CODES.get(name, "unsupported_parameter"))
     fields = convert({name: value for name, value in body.items() if name not in REFUSED}, kind)
     check_cache_control(fields.cache_control, "cache_control")
     return fields
@@ -189,31 +187,23 @@ def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) 
 def check_versions(versions: Sequence[str]) -> None:
     """Raise InvalidRequestError if a version of the API is unknown."""
     if not all(version in VERSIONS for version in versions):
-        raise InvalidRequestError(f"{VERSION_HEADER} must be {' or '.join(VERSIONS)}.", param=VERSION_HEADER)
+        raise invalid(VERSION_HEADER, f"must be {' or '.join(VERSIONS)}.")
 
 
 def check_cache_control(control: CacheControl | None, place: str) -> None:
     """Raise InvalidRequestError if Anthropic does not define the values."""
     if control is not None:
         check_choice(f"{place}.type", control.type, ("ephemeral",))
-        if control.ttl is not None:
-            check_choice(f"{place}.ttl", control.ttl, ("5m", "1h"))
+        check_choice(f"{place}.ttl", control.ttl, (None, "5m", "1h"))
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise InvalidRequestError if the value is not one of the choices."""
-    if value not in choices:
-        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}.", param=name)
-
-
-def unsupported(name: str, message: str, code: str = UNSUPPORTED) -> InvalidRequestError:
-    """Return the error for a feature of Anthropic's API that the server lacks."""
-    return InvalidRequestError(message, param=name, code=code)
+def given_type(kind: object) -> str:
+    """Return the type that a client sent, for an error message."""
+    return repr(kind[:64]) if isinstance(kind, str) else "the given value"
 
 
 def unsupported_kind(place: str, kind: object, known: Sequence[str]) -> InvalidRequestError:
     """Return the error for a content block whose type is not allowed at a path."""
-    name = f"{place}.type"
-    given = repr(kind[:64]) if isinstance(kind, str) else "the given value"
     reason = f": {TEXT_ONLY}" if kind in _OTHER_THAN_TEXT else ""
-    return unsupported(name, f"{name} must be one of {', '.join(known)}; {given} is not supported here{reason}.")
+    problem = f"must be one of {', '.join(known)}; {given_type(kind)} is not supported here{reason}."
+    return unsupported(f"{place}.type", problem)
