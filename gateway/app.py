@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -55,35 +54,13 @@ from gateway.api.responses.routes import (
     get_response,
     list_input_items,
 )
-from gateway.cluster.registry import Registry
-from gateway.flow.requests import AdmittingGeneratorLike
-from gateway.flow.salt import Salts
-from gateway.http.app_keys import (
-    DRAIN,
-    EXPOSITION,
-    GATEWAY_INDEX,
-    GENERATOR,
-    GRAMMARS,
-    KEY_RING,
-    LIMITS,
-    METRICS,
-    MODELS,
-    RELAY,
-    RESPONSES,
-    SALTS,
-    STREAMS,
-    Limits,
-)
-from gateway.http.auth import KeyRing, Scope
-from gateway.http.drain import Drain
+from gateway.http.app_keys import SERVICES, Services
+from gateway.http.auth import Scope
 from gateway.http.route import BetaQuery, Handler, Route
 from gateway.middleware import Middleware
 from gateway.openapi import ROUTE_TABLE, openapi
-from gateway.siblings import Exposition, Relay, relayed, sibling_app
+from gateway.siblings import relayed, sibling_app
 from gateway.stores.responses import ResponseStore
-from gateway.stores.streams import StreamStore
-from gateway.text.grammars.checker import GrammarChecker
-from shared.metrics import GatewayMetrics
 
 _SWEEP_SECONDS = 30.0
 
@@ -147,27 +124,8 @@ ROUTES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """Objects that the routes use. The creator starts and closes them."""
-
-    models: Registry
-    generator: AdmittingGeneratorLike
-    key_ring: KeyRing
-    salts: Salts
-    grammars: GrammarChecker
-    drain: Drain
-    metrics: GatewayMetrics
-    exposition: Exposition
-    responses: ResponseStore
-    streams: StreamStore
-    gateway_index: int = 0
-    relay: Relay | None = None
-
-
 def build_app(
     services: Services,
-    limits: Limits,
     *,
     check_host: bool,
     cors_origins: Iterable[str] = (),
@@ -176,7 +134,7 @@ def build_app(
     """Return an application for gateway.server.HttpRunner."""
     registered: dict[web.AbstractRoute, Route] = {}
     around = Middleware(registered, check_host=check_host, cors_origins=tuple(cors_origins))
-    app = web.Application(middlewares=[web.middleware(around)], client_max_size=limits.max_body_size)
+    app = web.Application(middlewares=[web.middleware(around)], client_max_size=services.max_body_size)
     app[ROUTE_TABLE] = table = tuple(routes)
     for route in table:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
@@ -184,19 +142,7 @@ def build_app(
             added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect)
             registered[added] = route
     app.on_response_prepare.append(around.add_headers)
-    app[LIMITS] = limits
-    app[GATEWAY_INDEX] = services.gateway_index
-    app[MODELS] = services.models
-    app[GENERATOR] = services.generator
-    app[KEY_RING] = services.key_ring
-    app[SALTS] = services.salts
-    app[GRAMMARS] = services.grammars
-    app[DRAIN] = services.drain
-    app[METRICS] = services.metrics
-    app[EXPOSITION] = services.exposition
-    app[RESPONSES] = services.responses
-    app[STREAMS] = services.streams
-    app[RELAY] = services.relay
+    app[SERVICES] = services
     app.cleanup_ctx.append(_stores)
     return app
 
@@ -208,11 +154,11 @@ def follow_ups(public: web.Application) -> web.Application:
 
 async def _stores(app: web.Application) -> AsyncIterator[None]:
     """Forget expired objects in the background; at the end, stop everything that runs without a connection."""
-    sweeping = asyncio.create_task(_sweep(app[RESPONSES]))
+    sweeping = asyncio.create_task(_sweep(app[SERVICES].responses))
     yield
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)
-    await app[STREAMS].close()
+    await app[SERVICES].streams.close()
 
 
 async def _sweep(responses: ResponseStore) -> None:

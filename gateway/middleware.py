@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 
 from gateway.api.anthropic.errors import asks_anthropic, error_bodies
-from gateway.http.app_keys import DRAIN, GENERATOR, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
+from gateway.http.app_keys import IDENTITY, REQUEST_ID, SERVICES, STARTED, log
 from gateway.http.auth import Scope
 from gateway.http.errors import RATE_LIMIT_HEADERS, error_response, http_exception_response, rate_limit_headers
 from gateway.http.route import Handler, Route, query_of
@@ -49,7 +49,7 @@ class Middleware:
         _begin(request)
         # The context is not restored: aiohttp gives each request a task of its own.
         bind_request_id(request[REQUEST_ID])
-        metrics = request.app[METRICS]
+        metrics = request.app[SERVICES].metrics
         metrics.http_requests_in_flight.inc()
         try:
             response = await self._answer(request, handler)
@@ -65,7 +65,7 @@ class Middleware:
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        drain = request.app[DRAIN]
+        drain = request.app[SERVICES].drain
         try:
             self._check_headers(request)
             if (preflight := self._preflight(request)) is not None:
@@ -114,7 +114,7 @@ class Middleware:
         route = self._routes.get(request.match_info.route)
         if route is None:
             raise PermissionDeniedError("This route is not available.")
-        request[IDENTITY] = request.app[KEY_RING].authorize(route.scope, request.headers)
+        request[IDENTITY] = request.app[SERVICES].key_ring.authorize(route.scope, request.headers)
         return route
 
     def _preflight(self, request: web.Request) -> web.Response | None:
@@ -154,13 +154,13 @@ class Middleware:
         headers["X-Content-Type-Options"] = "nosniff"
         # Clients without a key must not learn how busy the server is.
         if IDENTITY in request and self._routes[request.match_info.route].admitted:
-            headers.update(rate_limit_headers(*request.app[GENERATOR].room()))
+            headers.update(rate_limit_headers(*request.app[SERVICES].generator.room()))
         if (origin := self._allowed_origin(request)) is not None:
             headers["Access-Control-Allow-Origin"] = origin
             headers["Access-Control-Expose-Headers"] = _EXPOSED_HEADERS
         if self._cors_origins:
             headers["Vary"] = "Origin"
-        if request.app[DRAIN].draining:
+        if request.app[SERVICES].drain.draining:
             # aiohttp has already written its Connection header, so force_close alone would not inform the client.
             response.force_close()
             headers["Connection"] = "close"

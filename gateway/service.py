@@ -21,18 +21,18 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gateway.app import Services, build_app, follow_ups
+from gateway.app import build_app, follow_ups
 from gateway.cluster.registry import SCAN_INTERVAL, Registry
 from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
 from gateway.flow.routing import Router
 from gateway.flow.salt import Salts, load_or_create_secret
-from gateway.http.app_keys import Limits
+from gateway.http.app_keys import Services
 from gateway.http.auth import KeyRing, load_keys
 from gateway.http.drain import Drain
 from gateway.middleware import is_loopback_host
 from gateway.server import HttpRunner
-from gateway.siblings import Exposition, Peers, Relay
+from gateway.siblings import Peers, Relay, render_metrics
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
@@ -136,6 +136,8 @@ class Service:
             on_loaded=freeze_long_lived_objects,
         )
         peers = self._peers = self._find_peers(directory)
+        worker_reports = CollectorRegistry()
+        worker_reports.register(WorkerCollector(registry.snapshots))
         services = Services(
             models=registry,
             generator=self._generator(registry, gateway_id),
@@ -144,18 +146,16 @@ class Service:
             grammars=self._grammars,
             drain=self._drain,
             metrics=self._metrics,
-            exposition=self._exposition(registry, peers),
+            exposition=partial(render_metrics, self._counted, worker_reports, peers),
             gateway_index=settings.gateway_index,
             responses=ResponseStore(max_bytes=settings.response_store_size, time_to_live=settings.response_store_ttl),
             streams=StreamStore(max_bytes=settings.stream_buffer_size, grace=settings.stream_grace),
-            relay=None if peers is None else Relay(directory, settings.gateway_index, settings.gateway_processes),
-        )
-        limits = Limits(
             max_body_size=settings.max_body_size,
             body_timeout=settings.body_timeout,
             keepalive_interval=settings.keepalive_interval,
+            relay=None if peers is None else Relay(directory, settings.gateway_index, settings.gateway_processes),
         )
-        app = build_app(services, limits, check_host=key_ring.empty and loopback, cors_origins=settings.cors_origin)
+        app = build_app(services, check_host=key_ring.empty and loopback, cors_origins=settings.cors_origin)
 
         async def connections(_app: web.Application) -> AsyncIterator[None]:
             await registry.start()
@@ -196,11 +196,6 @@ class Service:
                 f"--gateway-index is {index}; it must be below --gateway-processes, which is {num_processes}"
             )
         return Peers(directory, index, num_processes, partial(generate_latest, self._counted), follow_ups)
-
-    def _exposition(self, registry: Registry, peers: Peers | None) -> Exposition:
-        worker_reports = CollectorRegistry()
-        worker_reports.register(WorkerCollector(registry.snapshots))
-        return Exposition(self._counted, worker_reports, peers)
 
     async def _wait_for_worker(self) -> None:
         """Wait until this process has a worker, or until no other gateway process accepts connections."""

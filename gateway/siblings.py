@@ -11,6 +11,7 @@ GET /metrics shows the metrics of all gateway processes, and those of each worke
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from gateway.http.app_keys import DRAIN, IDENTITY, LIMITS, RELAY, RESPONSES, STREAMS
+from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.http.auth import Identity, Scope
 from gateway.http.body import check_no_fields
 from gateway.http.errors import error_response, json_response
@@ -313,7 +314,7 @@ def relayed(handler: Handler) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.method == "POST":
             await check_no_fields(request)
-        relay = request.app[RELAY]
+        relay = request.app[SERVICES].relay
         holder = None if relay is None else relay.holder(request.match_info["id"])
         if not isinstance(relay, Relay) or holder is None:
             return await handler(request)
@@ -326,9 +327,7 @@ def sibling_app(routes: Sequence[tuple[str, str, Handler]], public: web.Applicat
     """Return the application that answers siblings, over the stores of the public application."""
     # The sibling has already limited the size of the client's body.
     app = web.Application(middlewares=[_from_sibling], client_max_size=0)
-    for key in (DRAIN, LIMITS, RESPONSES, STREAMS):
-        typed: web.AppKey[Any] = key
-        app[typed] = public[typed]
+    app[SERVICES] = dataclasses.replace(public[SERVICES], relay=None)
     internal = (("GET", "/conversation/{id}", _answer_conversation), ("POST", "/items", _answer_items))
     for method, path, handler in (*routes, *internal):
         for each in ("GET", "HEAD") if method == "GET" else (method,):
@@ -349,7 +348,7 @@ async def _from_sibling(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 async def _answer_conversation(request: web.Request) -> web.StreamResponse:
-    conversation = request.app[RESPONSES].continued(request.match_info["id"], request[IDENTITY].key_hash)
+    conversation = request.app[SERVICES].responses.continued(request.match_info["id"], request[IDENTITY].key_hash)
     # Concatenate the JSON arrays without parsing them: they may be long.
     items = b",".join(part[1:-1] for part in conversation if part != b"[]")
     return web.Response(body=b"[%b]" % items, content_type="application/json")
@@ -357,27 +356,19 @@ async def _answer_conversation(request: web.Request) -> web.StreamResponse:
 
 async def _answer_items(request: web.Request) -> web.StreamResponse:
     wanted = orjson.loads(await request.read())
-    return json_response(await find_items(request.app[RESPONSES], wanted, request[IDENTITY].key_hash))
+    return json_response(await find_items(request.app[SERVICES].responses, wanted, request[IDENTITY].key_hash))
 
 
-class Exposition:
-    """Renderer of the metrics.
+async def render_metrics(counted: CollectorRegistry, workers: CollectorRegistry, peers: Peers | None = None) -> bytes:
+    """Return metrics in Prometheus' text format.
 
     Args:
         counted: Metrics of this process.
         workers: Metrics that the workers report.
         peers: The other gateway processes; None if there is only one.
     """
-
-    def __init__(self, counted: CollectorRegistry, workers: CollectorRegistry, peers: Peers | None = None) -> None:
-        self._counted = counted
-        self._workers = workers
-        self._peers = peers
-
-    async def render(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        counted = generate_latest(self._counted) if self._peers is None else labelled(await self._peers.metrics())
-        return counted + generate_latest(self._workers)
+    text = generate_latest(counted) if peers is None else labelled(await peers.metrics())
+    return text + generate_latest(workers)
 
 
 class _Labelled(Collector):

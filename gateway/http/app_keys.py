@@ -1,8 +1,8 @@
-"""Typed keys of the objects that an application and a request carry."""
+"""Objects that an application and a request carry, under typed keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,23 +18,6 @@ from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
 from shared.log import get_logger
 from shared.metrics import GatewayMetrics
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one request; see GatewaySettings for their meaning and units."""
-
-    max_body_size: int
-    body_timeout: float
-    keepalive_interval: float
-
-
-class MetricsSource(Protocol):
-    """Renderer of /metrics (gateway.siblings.Exposition)."""
-
-    async def render(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        ...
 
 
 class SiblingStores(Protocol):
@@ -71,19 +54,46 @@ class SiblingStores(Protocol):
         ...
 
 
-LIMITS = web.AppKey("LIMITS", Limits)
-MODELS = web.AppKey[Registry]("MODELS")
-GENERATOR = web.AppKey[AdmittingGeneratorLike]("GENERATOR")
-KEY_RING = web.AppKey("KEY_RING", KeyRing)
-SALTS = web.AppKey("SALTS", Salts)
-GRAMMARS = web.AppKey("GRAMMARS", GrammarChecker)
-GATEWAY_INDEX = web.AppKey("GATEWAY_INDEX", int)
-DRAIN = web.AppKey("DRAIN", Drain)
-EXPOSITION = web.AppKey[MetricsSource]("EXPOSITION")
-RELAY = web.AppKey[SiblingStores | None]("RELAY")
-METRICS = web.AppKey("METRICS", GatewayMetrics)
-RESPONSES = web.AppKey("RESPONSES", ResponseStore)
-STREAMS = web.AppKey("STREAMS", StreamStore)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Objects that the routes use, and the limits of a request. The creator starts and closes the objects.
+
+    Attributes:
+        models: The served models and their workers.
+        generator: Where requests are submitted.
+        key_ring: The API keys.
+        salts: Source of the prefix cache's salts.
+        grammars: Checker of the requests' grammars.
+        drain: Requests in flight.
+        metrics: Metrics of this process.
+        exposition: Renders /metrics in Prometheus' text format.
+        responses: Stored responses.
+        streams: Resumable streams.
+        max_body_size: Size limit of a request body in bytes.
+        body_timeout: Seconds within which a body must arrive.
+        keepalive_interval: Seconds of silence after which a stream sends a comment.
+        gateway_index: Index of this process among the gateway processes.
+        relay: The other gateway processes; None if there are none.
+    """
+
+    models: Registry
+    generator: AdmittingGeneratorLike
+    key_ring: KeyRing
+    salts: Salts
+    grammars: GrammarChecker
+    drain: Drain
+    metrics: GatewayMetrics
+    exposition: Callable[[], Awaitable[bytes]]
+    responses: ResponseStore
+    streams: StreamStore
+    max_body_size: int
+    body_timeout: float
+    keepalive_interval: float
+    gateway_index: int = 0
+    relay: SiblingStores | None = None
+
+
+SERVICES = web.AppKey("SERVICES", Services)
 
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 STARTED = web.RequestKey("STARTED", float)

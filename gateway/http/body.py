@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from gateway.http.aiohttp_internals import send_continue
-from gateway.http.app_keys import LIMITS
+from gateway.http.app_keys import SERVICES
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from shared.errors import (
     InvalidRequestError,
@@ -95,7 +95,7 @@ def _check_media_type(request: web.Request) -> None:
 
 
 async def _read(request: web.Request) -> bytes:
-    limits = request.app[LIMITS]
+    limits = request.app[SERVICES]
     too_large = PayloadTooLargeError(f"The request body is larger than {limits.max_body_size} bytes.")
     if (request.content_length or 0) > limits.max_body_size:
         raise too_large

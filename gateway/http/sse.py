@@ -13,7 +13,7 @@ from aiohttp import web
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.http.aiohttp_internals import write_chunk
-from gateway.http.app_keys import DRAIN, LIMITS, log
+from gateway.http.app_keys import SERVICES, log
 from gateway.http.errors import dump_json, error_object
 from shared.errors import InternalError, PeltonError
 
@@ -70,7 +70,7 @@ class SseResponse:
         self._request = request
         self._keep_alive_bytes = keep_alive
         self._protocol = request.protocol
-        self._interval = request.app[LIMITS].keepalive_interval
+        self._interval = request.app[SERVICES].keepalive_interval
         self._prepare_lock = asyncio.Lock()
         self._last_write = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -160,7 +160,7 @@ async def stream_events(
             await _send_events(sse, events, encoder)
             await sse.send(encoder.end())
         except asyncio.CancelledError:
-            error = request.app[DRAIN].take_over_cancellation()
+            error = request.app[SERVICES].drain.take_over_cancellation()
             if error is None:
                 raise
             await _fail(sse, encoder, error)

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -15,14 +16,14 @@ import orjson
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from gateway.app import ROUTES, Services, build_app
+from gateway.app import ROUTES, build_app
 from gateway.flow.salt import Salts
-from gateway.http.app_keys import Limits
+from gateway.http.app_keys import Services
 from gateway.http.auth import ApiKey, KeyRing, Scope
 from gateway.http.drain import Drain
 from gateway.http.route import Route
 from gateway.server import HttpRunner
-from gateway.siblings import Exposition, Relay
+from gateway.siblings import Relay, render_metrics
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
@@ -196,14 +197,15 @@ async def run_gateway(
         grammars=GrammarChecker(),
         drain=Drain(max_requests),
         metrics=GatewayMetrics(registry),
-        exposition=Exposition(registry, workers or CollectorRegistry()),
+        exposition=partial(render_metrics, registry, workers or CollectorRegistry()),
         responses=ResponseStore(max_bytes=1 << 24, time_to_live=3600.0) if responses is None else responses,
         streams=StreamStore(max_bytes=1 << 24, grace=_PATIENCE) if streams is None else streams,
         gateway_index=gateway_index,
         relay=relay,
+        **{**_LIMITS, **limits},
     )
-    merged, routes = Limits(**{**_LIMITS, **limits}), (*ROUTES, *extra_routes)
-    app = build_app(services, merged, check_host=check_host, cors_origins=cors_origins, routes=routes)
+    routes = (*ROUTES, *extra_routes)
+    app = build_app(services, check_host=check_host, cors_origins=cors_origins, routes=routes)
     runner = HttpRunner(
         app,
         max_header_size=max_header_size,

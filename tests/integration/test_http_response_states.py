@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from gateway.flow.events import TextDelta
-from gateway.http.app_keys import RESPONSES, STREAMS
+from gateway.http.app_keys import SERVICES
 from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
 from shared.errors import WorkerLostError
@@ -80,7 +80,7 @@ async def test_unannounced_responses_are_not_stored(gateway):
     async with gateway.session.post(gateway.url + "/v1/responses", json=body) as response:
         await read_until(response, "response.output_text.delta")
         response.close()
-    assert await gateway.generations_left() == 0 and len(gateway.app[RESPONSES]) == 0
+    assert await gateway.generations_left() == 0 and len(gateway.app[SERVICES].responses) == 0
 
 
 async def test_a_response_deleted_while_streaming_is_not_stored(gateway):
@@ -93,7 +93,7 @@ async def test_a_response_deleted_while_streaming_is_not_stored(gateway):
         go_on.set()
         assert (await read_until(response, "response.completed"))["response"]["id"] == made
     assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 404
-    assert len(gateway.app[RESPONSES]) == 0
+    assert len(gateway.app[SERVICES].responses) == 0
 
 
 async def test_one_that_fails_is_kept_as_failed(gateway):
@@ -131,7 +131,7 @@ async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gate
         assert (await gateway.get(f"/v1/responses/{made}?stream=true"))[1].endswith(raw)
     else:
         assert (await gateway.get(f"/v1/responses/{made}?stream=true"))[0] == 404
-        assert made not in gateway.app[RESPONSES]
+        assert made not in gateway.app[SERVICES].responses
 
 
 async def test_a_background_stream_says_at_once_that_it_waits(gateway):
@@ -169,7 +169,7 @@ async def test_deleting_leaves_nothing_in_the_stores(gateway):
         made = (await create(gateway, background=True))[1]["id"]
         assert (await ask(gateway, "DELETE", f"/v1/responses/{made}"))[0] == 200
     assert await gateway.generations_left() == 0
-    responses, streams = gateway.app[RESPONSES], gateway.app[STREAMS]
+    responses, streams = gateway.app[SERVICES].responses, gateway.app[SERVICES].streams
     assert len(responses) == len(streams) == responses.num_bytes == streams.num_bytes == 0
     assert not responses._deleted and not responses._shares
 

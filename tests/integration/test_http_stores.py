@@ -20,7 +20,7 @@ import structlog
 
 import gateway.stores.streams
 from gateway.flow.events import TextDelta
-from gateway.http.app_keys import RESPONSES
+from gateway.http.app_keys import SERVICES
 from gateway.server import HttpProtocol
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
@@ -326,7 +326,7 @@ async def test_a_shutdown_ends_what_runs_in_the_background(gateway):
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.failed", "readers are told what is kept"
     assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
-    stored = orjson.loads(gateway.app[RESPONSES].get(made, b"").body)
+    stored = orjson.loads(gateway.app[SERVICES].responses.get(made, b"").body)
     assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]
 
 

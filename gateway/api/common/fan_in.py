@@ -19,7 +19,7 @@ from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.flow.requests import GenerationLike, GeneratorLike
-from gateway.http.app_keys import DRAIN, GENERATOR, IDENTITY, REQUEST_ID, log
+from gateway.http.app_keys import IDENTITY, REQUEST_ID, SERVICES, log
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
 
@@ -222,7 +222,7 @@ def open_events(request: web.Request, prepared: PreparedRequest) -> FanIn:
     While it runs it can be aborted by the id of the response or of the HTTP request.
     """
     options, entry, identifier = prepared.options, prepared.entry, prepared.envelope.identifier
-    generator: GeneratorLike = request.app[GENERATOR]
+    generator: GeneratorLike = request.app[SERVICES].generator
     if options.beams is not None:
         generator = BeamSearcher(generator, options.beams, entry.pipeline, entry.facts)
     log.debug("submit", response_id=identifier, prompts=len(prepared.generations), n=options.n)
@@ -232,5 +232,5 @@ def open_events(request: web.Request, prepared: PreparedRequest) -> FanIn:
         prepared.generations,
         entry.facts.eos_token_ids,
         scores_only=options.scores_only,
-        in_flight=partial(request.app[DRAIN].named, names, request[IDENTITY].key_hash),
+        in_flight=partial(request.app[SERVICES].drain.named, names, request[IDENTITY].key_hash),
     )

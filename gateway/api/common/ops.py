@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from aiohttp import web
 
-from gateway.http.app_keys import DRAIN, EXPOSITION, IDENTITY, MODELS, RELAY
+from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.http.auth import Scope
 from gateway.http.errors import json_response
 from gateway.stores.ids import shown_id
@@ -38,9 +38,9 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 async def ready(request: web.Request) -> web.StreamResponse:
     """Report whether a request sent now would be served."""
-    if request.app[DRAIN].draining:
+    if request.app[SERVICES].drain.draining:
         raise UnavailableError("The server is shutting down.", retry_after=1.0, code="not_ready")
-    is_ready, reason = request.app[MODELS].ready()
+    is_ready, reason = request.app[SERVICES].models.ready()
     if not is_ready:
         raise UnavailableError(reason, retry_after=1.0, code="not_ready")
     return json_response({"status": "ready"})
@@ -58,7 +58,7 @@ def _version() -> str:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Return all metrics in Prometheus' text format."""
-    body = await request.app[EXPOSITION].render()
+    body = await request.app[SERVICES].exposition()
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -70,8 +70,8 @@ async def abort_request(request: web.Request) -> web.StreamResponse:
     """
     identifier, identity = request.match_info["id"], request[IDENTITY]
     owner = None if identity.scope is Scope.ADMIN else identity.key_hash
-    found = request.app[DRAIN].abort(identifier, owner) > 0
-    if (relay := request.app.get(RELAY)) is not None:
+    found = request.app[SERVICES].drain.abort(identifier, owner) > 0
+    if (relay := request.app[SERVICES].relay) is not None:
         found = await relay.ask_all(request) or found
     if not found:
         raise NotFoundError(f"There is no running request with the id {shown_id(identifier)}.")

@@ -19,7 +19,7 @@ from gateway.api.common.prompts import SizedPrompt, fit_prompt
 from gateway.api.common.reasoning import thinking_budget
 from gateway.api.common.tools import tool_request
 from gateway.cluster.registry import ModelEntry
-from gateway.http.app_keys import GRAMMARS, IDENTITY, MODELS, SALTS
+from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.stores.ids import shown_id
 from gateway.text.tools.format import ToolRequest
 from shared.errors import ModelNotFoundError
@@ -54,7 +54,7 @@ def find_model(request: web.Request, name: str | None) -> ModelEntry:
         ModelNotFoundError: No model has the name, or there are several and none is named.
         UnavailableError: No worker of the model is alive.
     """
-    models = request.app[MODELS]
+    models = request.app[SERVICES].models
     if name is None:
         entries = models.models()
         if len(entries) == 1:
@@ -91,7 +91,7 @@ async def render_chat(request: web.Request, fields: ChatFields, clamped_max_toke
     """
     entry = find_model(request, fields.model)
     max_prompt_tokens = max_text_tokens(fields, entry.facts)
-    options = chat_options(fields, request[IDENTITY], request.app[SALTS], clamped_max_tokens)
+    options = chat_options(fields, request[IDENTITY], request.app[SERVICES].salts, clamped_max_tokens)
     tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     rendered = await chat_prompt(fields, fields.messages, tools, entry, max_prompt_tokens)
     prompt = fit_prompt(rendered.ids, options, None, entry, "messages")
@@ -108,7 +108,9 @@ async def finish_chat(request: web.Request, fields: ChatFields, chat: RenderedCh
         id_prefix: Prefix of the response's id.
     """
     entry, opened = chat.entry, chat.opened
-    grammar = await request_grammar(fields, chat.tools, entry, request.app[GRAMMARS], is_chat=True, opened=opened)
+    grammar = await request_grammar(
+        fields, chat.tools, entry, request.app[SERVICES].grammars, is_chat=True, opened=opened
+    )
     if grammar and fields.continue_final_message:
         raise invalid("continue_final_message", "cannot be combined with structured output or enforced tools.")
     thinking: ThinkingBudget | None = None

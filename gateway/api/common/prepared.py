@@ -19,7 +19,7 @@ from gateway.api.common.prompts import SizedPrompt, check_token_ids, context_lim
 from gateway.api.common.sampling import word_values
 from gateway.cluster.registry import ModelEntry
 from gateway.flow.events import GenerationRequest
-from gateway.http.app_keys import GATEWAY_INDEX
+from gateway.http.app_keys import SERVICES
 from gateway.stores.ids import new_id
 from gateway.text.message_parser import MessageFormat
 from shared.errors import ContextLengthError, InvalidRequestError
@@ -83,7 +83,7 @@ async def build_request(
     sampling = await _sampling_of_prompts(options, entry, prompts, thinking, stop_token_ids)
     speculative, prediction = may_draft(fields), await prediction_ids(fields, entry)
     detail = _detail(options, entry, prompts)
-    envelope = _envelope(options, entry, id_prefix, request.app[GATEWAY_INDEX])
+    envelope = _envelope(options, entry, id_prefix, request.app[SERVICES].gateway_index)
     generations = [
         GenerationRequest(
             request_id=f"{envelope.identifier}-{index}",

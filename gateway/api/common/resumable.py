@@ -12,7 +12,7 @@ from gateway.api.common.envelope import Tally
 from gateway.api.common.fan_in import FanIn, open_events
 from gateway.api.common.fields import invalid
 from gateway.api.common.prepared import PreparedRequest
-from gateway.http.app_keys import DRAIN, IDENTITY, STREAMS, log
+from gateway.http.app_keys import IDENTITY, SERVICES, log
 from gateway.http.drain import Drain
 from gateway.http.sse import HEADERS, Encoder, SseResponse, failure, is_large, stream_events, unexpected_error
 from gateway.stores.ids import shown_id
@@ -37,9 +37,9 @@ async def stream(
     if not prepared.options.resumable:
         async with events:
             return await stream_events(request, events, new_encoder(events.tally))
-    streams, identifier = request.app[STREAMS], prepared.envelope.identifier
+    streams, identifier = request.app[SERVICES].streams, prepared.envelope.identifier
     record = streams.open(identifier, request[IDENTITY].key_hash)
-    streams.run(identifier, fill(record, events, new_encoder(events.tally), request.app[DRAIN], numbered))
+    streams.run(identifier, fill(record, events, new_encoder(events.tally), request.app[SERVICES].drain, numbered))
     return await stream_log(request, identifier, record, 0, _failure)
 
 
@@ -49,7 +49,7 @@ async def resume_stream(request: web.Request) -> web.StreamResponse:
     if identifier.startswith("resp_"):
         shown = shown_id(identifier)
         raise NotFoundError(f"There is no stream with the id {shown}. Use /v1/responses/{{id}}?stream=true.")
-    record = request.app[STREAMS].find(identifier, request[IDENTITY].key_hash)
+    record = request.app[SERVICES].streams.find(identifier, request[IDENTITY].key_hash)
     return await stream_log(request, identifier, record, _last_seen(request, record), _failure)
 
 
@@ -98,12 +98,12 @@ async def stream_log(
                 else:
                     await record.news()
 
-        with request.app[STREAMS].claim(identifier, record):
+        with request.app[SERVICES].streams.claim(identifier, record):
             try:
                 try:
                     await follow()
                 except asyncio.CancelledError:
-                    shutdown = request.app[DRAIN].take_over_cancellation()
+                    shutdown = request.app[SERVICES].drain.take_over_cancellation()
                     if shutdown is None:
                         raise
                     # The task that fills the log is cancelled too, and the last event that it writes is more precise.

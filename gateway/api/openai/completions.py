@@ -29,7 +29,7 @@ from gateway.api.common.resumable import stream
 from gateway.api.openai.completion_shapes import Choices, CompletionChunks, whole_completion_response
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import merged
-from gateway.http.app_keys import GRAMMARS, IDENTITY, SALTS
+from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
 from gateway.text.pipeline import TextPipeline
@@ -66,10 +66,10 @@ async def prepare_completion(request: web.Request, fields: CompletionFields) -> 
     entry = find_model(request, fields.model)
     # An empty suffix is no suffix for models that cannot fill in the middle.
     suffix = None if fields.suffix == "" and _fill_in_marks(entry.pipeline) is None else fields.suffix
-    options = completion_options(fields, suffix, request[IDENTITY], request.app[SALTS])
+    options = completion_options(fields, suffix, request[IDENTITY], request.app[SERVICES].salts)
     texts = split_prompts(fields.prompt)
     _check_num_choices(len(texts), options)
-    grammar = await request_grammar(fields, None, entry, request.app[GRAMMARS], is_chat=False)
+    grammar = await request_grammar(fields, None, entry, request.app[SERVICES].grammars, is_chat=False)
     special, max_tokens = fields.add_special_tokens is not False, max_text_tokens(fields, entry.facts)
     prompts: list[SizedPrompt] = []
     stop_token_ids: tuple[int, ...] = ()

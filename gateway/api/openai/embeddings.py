@@ -26,7 +26,7 @@ from gateway.api.common.prompts import (
 from gateway.api.openai.embedding_batch import embed
 from gateway.cluster.registry import ModelEntry
 from gateway.flow.events import GenerationRequest
-from gateway.http.app_keys import DRAIN, GATEWAY_INDEX, GENERATOR, IDENTITY, REQUEST_ID, SALTS, log
+from gateway.http.app_keys import IDENTITY, REQUEST_ID, SERVICES, log
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
 from gateway.stores.ids import new_id
@@ -76,8 +76,8 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     entry, identity = find_model(request, fields.model), request[IDENTITY]
     params = vector_params(fields, entry.facts)
     inputs = await embedding_inputs(fields, entry)
-    identifier = new_id("embd-", request.app[GATEWAY_INDEX])
-    salt = request.app[SALTS].derive(identity.key_hash, fields.cache_salt)
+    identifier = new_id("embd-", request.app[SERVICES].gateway_index)
+    salt = request.app[SERVICES].salts.derive(identity.key_hash, fields.cache_salt)
     requests = [
         GenerationRequest(
             request_id=f"{identifier}-{index}",
@@ -96,8 +96,8 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     log.debug("submit", response_id=identifier, prompts=len(requests), n=1)
     shape = partial(shaped_vector, params=params, hidden_size=entry.facts.hidden_size)
     # The response has no id: the request is aborted by the id of the HTTP request.
-    with request.app[DRAIN].named((request[REQUEST_ID],), identity.key_hash):
-        vectors = await embed(request.app[GENERATOR], requests, entry.facts, shape)
+    with request.app[SERVICES].drain.named((request[REQUEST_ID],), identity.key_hash):
+        vectors = await embed(request.app[SERVICES].generator, requests, entry.facts, shape)
     num_tokens = sum(map(len, inputs))
     # Like OpenAI's response it has neither an id nor a time.
     response: dict[str, Any] = {

@@ -12,7 +12,7 @@ from gateway.api.anthropic.models import ModelsQuery, model_info, model_page
 from gateway.api.common.fields import invalid
 from gateway.api.common.prepare import find_model
 from gateway.cluster.registry import ModelEntry
-from gateway.http.app_keys import MODELS
+from gateway.http.app_keys import SERVICES
 from gateway.http.errors import json_response
 from gateway.http.route import query_of
 
@@ -21,7 +21,7 @@ _PAGE_PARAMETERS = ("limit", "after_id", "before_id")
 
 async def list_models(request: web.Request) -> web.StreamResponse:
     """List every name of every served model; with the header anthropic-version, a page in Anthropic's shape."""
-    entries = request.app[MODELS].models()
+    entries = request.app[SERVICES].models.models()
     if asks_anthropic(request):
         check_versions(request.headers.getall(VERSION_HEADER))
         return json_response(model_page(entries, query_of(request, ModelsQuery)))

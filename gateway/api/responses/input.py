@@ -17,7 +17,7 @@ from gateway.api.common.prepare import RenderedChat, find_model, finish_chat, re
 from gateway.api.common.prepared import PreparedRequest
 from gateway.api.responses.fields import InputFields, ResponseFields, chat_fields, renamed, with_strict, without_strict
 from gateway.api.responses.items import REFERENCE, Conversation, input_items
-from gateway.http.app_keys import GATEWAY_INDEX, IDENTITY, RELAY, RESPONSES
+from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.stores.ids import shown_id
 from gateway.stores.responses import count_stored, find_items, load_items
 from gateway.text.offload import count_objects, run_in_thread_if_large
@@ -34,7 +34,7 @@ async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> l
         NotFoundError: A reference names an item that this key has not stored.
     """
     num_objects = count_objects(value) if isinstance(value, list) else 1
-    items = await run_in_thread_if_large(num_objects, partial(input_items, value, request.app[GATEWAY_INDEX]))
+    items = await run_in_thread_if_large(num_objects, partial(input_items, value, request.app[SERVICES].gateway_index))
     wanted = {item["id"] for item in items if item["type"] == REFERENCE}
     if not wanted:
         return items
@@ -54,8 +54,8 @@ async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> l
 
 
 async def _stored_items(request: web.Request, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-    owner, relay = request[IDENTITY].key_hash, request.app[RELAY]
-    found = await find_items(request.app[RESPONSES], wanted, owner)
+    owner, relay = request[IDENTITY].key_hash, request.app[SERVICES].relay
+    found = await find_items(request.app[SERVICES].responses, wanted, owner)
     elsewhere: dict[int, list[str]] = defaultdict(list)
     for identifier in wanted:
         holder = None if relay is None else relay.holder(identifier)
@@ -76,11 +76,11 @@ async def history_of(request: web.Request, previous: str | None) -> tuple[bytes,
     """
     if previous is None:
         return ()
-    owner, relay = request[IDENTITY].key_hash, request.app[RELAY]
+    owner, relay = request[IDENTITY].key_hash, request.app[SERVICES].relay
     holder = None if relay is None else relay.holder(previous)
     try:
         if relay is None or holder is None:
-            return request.app[RESPONSES].continued(previous, owner)
+            return request.app[SERVICES].responses.continued(previous, owner)
         return await relay.conversation(holder, previous, owner)
     except NotFoundError:
         name = "previous_response_id"

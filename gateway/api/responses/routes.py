@@ -21,7 +21,7 @@ from gateway.api.responses.fields import (
 )
 from gateway.api.responses.input import history_of, items_of, num_tokens, prepare
 from gateway.api.responses.shapes import ResponseEvents, response_head, stored_items, stream_failure
-from gateway.http.app_keys import DRAIN, GATEWAY_INDEX, IDENTITY, RESPONSES, STREAMS
+from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.http.body import read_json
 from gateway.http.errors import cached_json, json_response
 from gateway.http.route import query_of
@@ -34,7 +34,7 @@ from shared.errors import InvalidRequestError, NotFoundError
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, whole, streamed, or in the background."""
     fields = parse_response_fields(await read_json(request))
-    if fields.background and not request.app[RESPONSES].keeps:
+    if fields.background and not request.app[SERVICES].responses.keeps:
         message = "background must be false: this server does not store responses (--response-store-size is 0)."
         raise InvalidRequestError(message, param="background")
     items = await items_of(request, fields.input)
@@ -43,7 +43,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     envelope, detail = prepared.envelope, prepared.detail
     events = open_events(request, prepared)
     keeper = _Keeper(
-        request.app[RESPONSES] if fields.store is not False else None,
+        request.app[SERVICES].responses if fields.store is not False else None,
         envelope.identifier,
         request[IDENTITY].key_hash,
         (*history, await run_in_thread_if_large(count_objects(items), partial(stored_items, items))),
@@ -57,7 +57,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         None if detail.logprobs is None else detail.names,
         may_call=bool(fields.tools),
         packs_reasoning=fields.includes(ENCRYPTED_REASONING),
-        gateway_index=request.app[GATEWAY_INDEX],
+        gateway_index=request.app[SERVICES].gateway_index,
         on_change=keeper.keep,
     )
     if fields.background:
@@ -142,7 +142,7 @@ async def _run_in_background(
 
     A response that is not admitted is not stored: rejected requests must not evict the responses of others.
     """
-    streams, owner = request.app[STREAMS], request[IDENTITY].key_hash
+    streams, owner = request.app[SERVICES].streams, request[IDENTITY].key_hash
     queued = dict(encoder.response)
     record = streams.open(identifier, owner)
 
@@ -152,7 +152,7 @@ async def _run_in_background(
                 record,
                 events,
                 encoder,
-                request.app[DRAIN],
+                request.app[SERVICES].drain,
                 lambda _, data: separate(data),
                 on_admission=encoder.queue,
                 on_cancel=encoder.cancel,
@@ -171,7 +171,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     """Return a stored response, or with `stream=true` the events of one that runs in the background."""
     identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
     query = query_of(request, RetrieveQuery)
-    stored = request.app[RESPONSES].get(identifier, owner)
+    stored = request.app[SERVICES].responses.get(identifier, owner)
     if query.include_obfuscation:
         name = "include_obfuscation"
         raise InvalidRequestError(
@@ -182,7 +182,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
             raise InvalidRequestError("starting_after requires stream to be true.", param="starting_after")
         return web.Response(body=stored.body, content_type="application/json")
     try:
-        record = request.app[STREAMS].find(identifier, owner)
+        record = request.app[SERVICES].streams.find(identifier, owner)
     except NotFoundError:
         message = "The events of this response are not stored: it was not created with background = true, or has ended."
         raise InvalidRequestError(message, param="stream") from None
@@ -198,29 +198,29 @@ async def get_response(request: web.Request) -> web.StreamResponse:
 async def delete_response(request: web.Request) -> web.StreamResponse:
     """Delete a response, and cancel it if it still runs in the background."""
     identifier = request.match_info["id"]
-    request.app[RESPONSES].delete(identifier, request[IDENTITY].key_hash)
-    await request.app[STREAMS].retire(identifier)
+    request.app[SERVICES].responses.delete(identifier, request[IDENTITY].key_hash)
+    await request.app[SERVICES].streams.retire(identifier)
     return json_response({"id": identifier, "object": "response", "deleted": True})
 
 
 async def cancel_response(request: web.Request) -> web.StreamResponse:
     """Cancel a response that runs in the background; a response that has ended does not change."""
     identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
-    stored = request.app[RESPONSES].get(identifier, owner)
+    stored = request.app[SERVICES].responses.get(identifier, owner)
     if not stored.background:
         raise InvalidRequestError(
             "Only a response that was created with background = true can be cancelled.", param="id"
         )
     if not stored.done:
-        await request.app[STREAMS].stop(identifier)
-        stored = request.app[RESPONSES].get(identifier, owner)
+        await request.app[SERVICES].streams.stop(identifier)
+        stored = request.app[SERVICES].responses.get(identifier, owner)
     return web.Response(body=stored.body, content_type="application/json")
 
 
 async def list_input_items(request: web.Request) -> web.StreamResponse:
     """Return a page of the input items of a response, including those of the responses before it."""
     query = query_of(request, ItemsQuery)
-    stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
+    stored = request.app[SERVICES].responses.get(request.match_info["id"], request[IDENTITY].key_hash)
     items = await run_in_thread_if_large(count_stored(stored.input), partial(load_items, stored.input))
     if query.order == "desc":
         items.reverse()
