@@ -25,7 +25,7 @@ from kernels.ops.sampling.inputs import (
     SamplingInputs,
     dummy_row,
 )
-from kernels.ops.step_inputs.inputs import SAMPLING_WORDS
+from kernels.ops.step_inputs.inputs import SAMPLING_WORDS, TEMPERATURE
 
 
 class LazyKernels:
@@ -84,6 +84,7 @@ def _compile_extended() -> Any:
     from kernels.ops.sampling import extended_cpu
 
     logits, zero, _, words = _one_row()
+    words.view(torch.float32)[:, TEMPERATURE] = 1.0
     inputs = ExtendInputs(rows=zero, features=Feature(0), words=words, position=zero)
     extended_cpu.extend_rows(logits, *_extend_columns(inputs), claims_of(1), np.zeros(1, np.float32))
     return extended_cpu
