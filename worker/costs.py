@@ -94,16 +94,19 @@ _MAX_ERROR = 0.5
 """No measurement counts as further off, as a logarithm: durations jump on a busy machine."""
 
 
+def _grid_width(num_rows: int) -> int:
+    return 1 << max(num_rows.bit_length() - 4, 0)
+
+
 def on_grid(num_rows: int) -> bool:
     """Return True for row counts that are measured separately: all up to 16, then 8 per octave."""
-    return num_rows <= 16 or num_rows % (1 << (num_rows.bit_length() - 4)) == 0
+    return num_rows % _grid_width(num_rows) == 0
 
 
 def next_count(num_rows: int) -> int:
     """Return the row count to measure after this one: a quarter more, on the grid."""
     least = num_rows + max(1, num_rows // 4)
-    width = 1 << max(least.bit_length() - 4, 0) if least > 16 else 1
-    return -(-least // width) * width
+    return least + -least % _grid_width(least)
 
 
 class StepCosts:
@@ -120,17 +123,11 @@ class StepCosts:
         self._samples: dict[int, int] = {}
         self._counts: list[int] = []
 
-    @property
-    def largest(self) -> int:
-        """Largest measured row count; 0 if there is none."""
-        return self._counts[-1] if self._counts else 0
-
     def observe(self, num_rows: int, milliseconds: float) -> None:
         """Add a measurement. Values that are not positive and finite are ignored."""
         if num_rows <= 0 or not 0.0 < milliseconds < math.inf:
             return
-        if not on_grid(num_rows):
-            num_rows -= num_rows % (1 << (num_rows.bit_length() - 4))
+        num_rows -= num_rows % _grid_width(num_rows)
         log_ms = math.log(milliseconds)
         samples = self._samples[num_rows] = self._samples.get(num_rows, 0) + 1
         if samples == 1:
@@ -150,7 +147,7 @@ class StepCosts:
         """Return the row count up to which costs are known from num_rows on, without wide gaps; 0 if unknown."""
         index = bisect_left(self._counts, num_rows)
         if index == len(self._counts) or self._counts[index] > next_count(num_rows):
-            return self.largest if 0 < self.largest <= num_rows else 0
+            return self._counts[-1] if index == len(self._counts) > 0 else 0
         known = self._counts[index]
         for count in self._counts[index + 1 :]:
             if count > next_count(known):
@@ -159,9 +156,12 @@ class StepCosts:
         return known
 
     def read(self, first: int, num_more: int) -> npt.NDArray[np.float64]:
-        """Return [num_more + 1] milliseconds for `first` rows and more; proportional above the largest known count."""
+        """Return [num_more + 1] milliseconds from `first` rows on, linear above the largest count, 0 if unknown."""
+        if not self._counts:
+            return np.zeros(num_more + 1)
         logs = np.array([self._shape[count] for count in self._counts])
         costs = np.maximum.accumulate(np.exp(logs + self._level))
         rows = np.arange(first, first + num_more + 1, dtype=np.float64)
         result = np.interp(rows, self._counts, costs)
-        return np.where(rows > self.largest, costs[-1] * rows / self.largest, result)
+        largest = self._counts[-1]
+        return np.where(rows > largest, costs[-1] * rows / largest, result)

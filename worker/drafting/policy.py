@@ -34,14 +34,8 @@ LONGEST_PAUSE = 16
 LONGEST_DRAFTING_PAUSE = 2048
 """Steps between two trials of a draft model that does not pay; the pause doubles from trial to trial."""
 
-_FIRST_READING, _LEAST_READING = 64, 8
-"""Tokens that a step of the draft model reads before its speed is known, and at least."""
-
-_UNKNOWN_SLOPE = 0.25
-"""Cost of rows that were never measured, relative to a proportional cost, in the decision about a trial."""
-
-_UNKNOWN_CATCH_UP = 512
-"""Tokens that the draft model may read for a request before its speed and its benefit are known."""
+_FIRST_READING, _LEAST_READING, _FIRST_CATCH_UP = 64, 8, 512
+"""Tokens that the draft model reads: in a step while its speed is unknown, at least, and for a request until then."""
 
 
 class Pause:
@@ -106,7 +100,7 @@ class DraftPolicy:
 
     def step_ms(self, num_rows: int) -> float:
         """Return the expected duration of a step of so many rows; 0 while unknown."""
-        return self._costs.read(num_rows, 0)[0] if self._costs.largest else 0.0
+        return float(self._costs.read(num_rows, 0)[0])
 
     def choose(self, proposals: Sequence[Proposal | None], room: int, credits: Sequence[float | None]) -> list[int]:
         """Return how many drafts of each proposal the next step verifies.
@@ -150,8 +144,6 @@ class DraftPolicy:
         self.slowdown = float(costs[best] / costs[0])
         return counts
 
-    # The draft model.
-
     def observe_drafting(self, num_rows: int, num_each: int, num_read: int, milliseconds: float) -> None:
         """Learn from the duration of a step of the draft model.
 
@@ -164,15 +156,16 @@ class DraftPolicy:
         if not milliseconds > 0.0:
             return
         self._waited_ms += milliseconds
-        # Share of proposing. An estimate that is too low is corrected by the proposals that follow from it.
-        share = 0.0 if num_read else 1.0
+        reading_ms = milliseconds if num_read else 0.0
         if num_rows and num_read:
-            share = min(max(1.0 - (self._read_ms or math.inf) * num_read / milliseconds, 0.05), 0.95)
+            # An estimate of one part that is too low is corrected by the steps that follow from it.
+            expected_ms = (self._read_ms or math.inf) * num_read
+            reading_ms = min(max(expected_ms, 0.05 * milliseconds), 0.95 * milliseconds)
         if num_rows:
-            self._proposing.observe(num_rows, share * milliseconds / (num_each + 1))
+            self._proposing.observe(num_rows, (milliseconds - reading_ms) / (num_each + 1))
         if num_read:
             self._most_read = max(self._most_read, num_read)
-            each = (1.0 - share) * milliseconds / num_read
+            each = reading_ms / num_read
             self._read_ms = each if self._read_ms is None else self._read_ms + 0.2 * (each - self._read_ms)
 
     def take_wait(self, num_rows: int) -> float:
@@ -189,7 +182,7 @@ class DraftPolicy:
     def catch_up_pays(self, num_unread: int, expected_output: int) -> bool:
         """Return True if the draft model should read a prompt, given the expected length of the output."""
         if not self._saved_ms or not self._read_ms:
-            return num_unread <= _UNKNOWN_CATCH_UP
+            return num_unread <= _FIRST_CATCH_UP
         return num_unread * self._read_ms * MARGIN < self._saved_ms * expected_output
 
     def num_to_draft(self, num_wanting: int, num_rows: int, chance: float, credit: float) -> int:
@@ -225,9 +218,8 @@ class DraftPolicy:
         if self._trials.holds(num_rows):
             return 0
         self._trials.learn(paid=False)
-        # Row counts that were never measured may cost little. If that would pay, all rows are tried.
-        flat = np.minimum(costs, costs[min(max(known - num_rows, 0), len(costs) - 1)])
-        hoped_ms = flat + _UNKNOWN_SLOPE * (costs - flat)
+        # Row counts that were never measured may cost no more. If that would pay, all rows are tried.
+        hoped_ms = np.minimum(costs, costs[min(max(known - num_rows, 0), len(costs) - 1)])
         each_ms = self._proposing.cost(min(num_wanting, self._proposing.largest)) or 0.0
         hoped = tokens / (hoped_ms[num_wanting * counts] + each_ms * (counts + 1))
         self.is_probe = bool(hoped.max() <= MARGIN * plain)

@@ -1,4 +1,4 @@
-"""Proposals: tokens that may follow a text, and their source."""
+"""Proposals of tokens that may follow a text, and how often they are accepted."""
 
 from __future__ import annotations
 
@@ -43,3 +43,42 @@ class Proposal:
         if count >= len(self.token_ids):
             return self
         return Proposal(self.token_ids[:count], self.source, self.chance) if count > 0 else None
+
+
+_FIRST_CHANCES = {Source.PREDICTION: 0.7, Source.LOOKUP: 0.3, Source.REPETITION: 0.7, Source.DRAFT_MODEL: 0.5}
+_WORKER_DECAY, _WORKER_PRIOR = 0.998, 12.0
+_REQUEST_DECAY, _REQUEST_PRIOR = 0.9, 3.0
+"""Factors per observation, and weights of the estimate without observations, in observations."""
+
+
+class Acceptance:
+    """Exponentially weighted acceptance of each kind of draft: of a worker, or of one request.
+
+    In a request about ten observations decide, so that a change of its text is noticed soon.
+
+    Args:
+        worker: For a request, the acceptance over all requests, which is the estimate before its own observations.
+    """
+
+    def __init__(self, worker: Acceptance | None = None) -> None:
+        self._worker = worker
+        self._decay, self._prior = (_REQUEST_DECAY, _REQUEST_PRIOR) if worker else (_WORKER_DECAY, _WORKER_PRIOR)
+        self._accepted = [0.0] * len(Source)
+        self._tried = [0.0] * len(Source)
+
+    def observe(self, source: int, accepted: bool) -> None:
+        """Record, here and for the worker, whether a draft was accepted whose predecessors were accepted."""
+        if self._worker is not None:
+            self._worker.observe(source, accepted)
+        self._accepted[source] = self._accepted[source] * self._decay + accepted
+        self._tried[source] = self._tried[source] * self._decay + 1.0
+
+    def chance(self, source: int) -> float:
+        """Return the estimated chance, 0.01 to 0.99, that a draft is accepted if those before it are."""
+        prior = _FIRST_CHANCES[Source(source)] if self._worker is None else self._worker.chance(source)
+        chance = (self._accepted[source] + self._prior * prior) / (self._tried[source] + self._prior)
+        return min(max(chance, 0.01), 0.99)
+
+    def recent(self) -> float:
+        """Return the recent share of accepted drafts of the best kind; 0 before the first observation."""
+        return max((hits / tried for hits, tried in zip(self._accepted, self._tried) if tried), default=0.0)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.messages import DraftCounts
-from worker.drafting.acceptance import Acceptance, RequestAcceptance
 from worker.drafting.ngram import NgramIndex
 from worker.drafting.policy import FORGIVEN, MAX_CREDIT, Pause
 from worker.drafting.prediction import PredictionCursor
-from worker.drafting.proposal import Proposal, Source
+from worker.drafting.proposal import Acceptance, Proposal, Source
 
 _TRUSTED = 0.6
 """Chance from which the client's prediction is followed without a look-up."""
@@ -89,14 +88,14 @@ class Speculation:
         self._look_gap = _FIRST_LOOK
         self._token_ids = token_ids
         self._look_up = look_up
-        self._acceptance = RequestAcceptance(acceptance)
+        self._acceptance = Acceptance(acceptance)
         self._cursor = PredictionCursor(prediction) if len(prediction) else None
         self._index: NgramIndex | None = None  # made at the first proposal
         self._num_learned = len(token_ids)
         self._num_read = num_prompt_tokens
         self._drafted: Sequence[int] = ()
         # For each source the proposal that is compared with the text, and the number of equal tokens so far.
-        self._followed: list[tuple[Sequence[int], int] | None] = [None] * len(Source)
+        self._followed: dict[Source, tuple[Sequence[int], int]] = {}
 
     def _catch_up(self) -> None:
         """Learn from the tokens that have arrived."""
@@ -108,21 +107,14 @@ class Speculation:
         self._drafted = ()
         if self._credit < 0.0:
             self._credit = min(self._credit + FORGIVEN * len(new_ids), 0.0)
-        for source, followed in enumerate(self._followed):
-            if followed is not None:
-                self._followed[source] = self._follow(source, *followed, new_ids)
-
-    def _follow(
-        self, source: int, proposed: Sequence[int], place: int, new_ids: Sequence[int]
-    ) -> tuple[Sequence[int], int] | None:
-        """Compare a proposal with new tokens; return None after its end or its first difference."""
         for token_id in new_ids:
-            accepted = proposed[place] == token_id
-            self._acceptance.observe(source, accepted)
-            place += 1
-            if not accepted or place == len(proposed):
-                return None
-        return proposed, place
+            for source, (proposed, place) in list(self._followed.items()):
+                accepted = proposed[place] == token_id
+                self._acceptance.observe(source, accepted)
+                if accepted and place + 1 < len(proposed):
+                    self._followed[source] = proposed, place + 1
+                else:
+                    del self._followed[source]
 
     @property
     def credit(self) -> float:
@@ -192,9 +184,9 @@ class Speculation:
         self.num_accepted += num_accepted
 
     @property
-    def draft_counts(self) -> DraftCounts:
-        """Counts for the client."""
-        return DraftCounts(self.num_accepted, self.num_drafted - self.num_accepted)
+    def draft_counts(self) -> DraftCounts | None:
+        """Counts for the client; None before the first verification."""
+        return None if not self.num_drafted else DraftCounts(self.num_accepted, self.num_drafted - self.num_accepted)
 
     def _read(self) -> None:
         """Bring index and cursor up to the last token."""
@@ -212,7 +204,6 @@ class Speculation:
     def _proposal(self, source: Source, token_ids: Sequence[int]) -> Proposal | None:
         if not token_ids:
             return None
-        followed = self._followed[source]
-        if followed is None or followed[1] == 0:
+        if self._followed.get(source, ((), 0))[1] == 0:
             self._followed[source] = token_ids, 0
         return Proposal(token_ids, source, self._acceptance.chance(source))

@@ -15,8 +15,9 @@ message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, overload
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,25 +35,11 @@ FINISH_STOP = Finish(FinishReason.STOP)
 class ConstrainedRequest(Protocol):
     """Part of a request that masks depend on (worker.requests.request.Request)."""
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """Sampling parameters."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Prompt and generated tokens."""
-
-    @property
-    def min_num_tokens(self) -> int:
-        """Length up to which no stop token ends the request."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Ids that end the request."""
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """Constraint of the request."""
+    sampling: SamplingParams
+    token_ids: list[int]
+    min_num_tokens: int
+    stop_ids: frozenset[int]
+    constraint: Constraint | None
 
 
 class GrammarState(Protocol):
@@ -255,28 +242,22 @@ class Constraints:
         follow, up to
         one after which it would end.
         """
-        places = [
-            request if not index else _Ahead(request, drafts[:index])
-            for request, drafts in requests
-            for index in range(1 + len(drafts))
-        ]
+        places = [(request, drafts[:index]) for request, drafts in requests for index in range(1 + len(drafts))]
         masks, may_end = self._fill(requests, len(places))
         goes_on: list[bool] = np.logical_or.reduce(masks & self._not_eos, axis=1).tolist()
-        narrowed = [
-            masks[index].tobytes()
-            if goes_on[index] and _is_plain(place)
-            else self._narrow(place, masks[index], bool(may_end[index]))
-            for index, place in enumerate(places)
-        ]
+        narrowed = iter(
+            [
+                mask.tobytes() if plain and _is_plain(*place) else self._narrow(*place, mask, bool(end))
+                for place, mask, plain, end in zip(places, masks, goes_on, may_end)
+            ]
+        )
         results: list[list[bytes] | Finish] = []
-        at = 0
         for _, drafts in requests:
-            first, end = narrowed[at], at + 1 + len(drafts)
+            first, *others = islice(narrowed, 1 + len(drafts))
             if isinstance(first, Finish):
                 results.append(first)
             else:
-                results.append(_before_finish(narrowed[at:end]))
-            at = end
+                results.append([first, *_before_finish(others)])
         return results
 
     def _fill(
@@ -305,8 +286,8 @@ class Constraints:
                 masks[with_grammar] = filled
         return masks, may_end
 
-    def _narrow(self, request: ConstrainedRequest, mask: Words, may_end: bool) -> bytes | Finish:
-        """Apply all other rules of the request to a mask."""
+    def _narrow(self, request: ConstrainedRequest, drafts: Sequence[int], mask: Words, may_end: bool) -> bytes | Finish:
+        """Apply all other rules of the request to its mask after these drafts."""
         constraint = request.constraint
         if constraint is None:
             return mask.tobytes()
@@ -316,8 +297,8 @@ class Constraints:
             return Finish(FinishReason.ERROR, message=message, code="invalid_grammar")
         if request.sampling.allowed_token_ids:
             mask = mask & self._allowed(request, constraint)
-        mask = mask & ~self._bits(_completed_bad_words(request))
-        usable = mask & ~self._bits(self._suppressed(request))
+        mask = mask & ~self._bits(_completed_bad_words(request, drafts))
+        usable = mask & ~self._bits(self._suppressed(request, drafts))
         if thinking is not None and thinking.forced is not None:
             forced = self._bits([thinking.forced])
             if (usable & forced).any():
@@ -341,66 +322,14 @@ class Constraints:
             constraint.allowed = self._bits({*request.sampling.allowed_token_ids, *self._eos, *request.stop_ids})
         return constraint.allowed
 
-    def _suppressed(self, request: ConstrainedRequest) -> set[int]:
+    def _suppressed(self, request: ConstrainedRequest, drafts: Sequence[int]) -> set[int]:
         """Return the tokens that the sampler itself masks: end tokens during min_tokens or with ignore_eos."""
         sampling = request.sampling
-        too_short = len(request.token_ids) < request.min_num_tokens
+        too_short = len(request.token_ids) + len(drafts) < request.min_num_tokens
         suppressed: set[int] = set()
         if too_short or sampling.ignore_eos:
             suppressed = set(self._eos).difference(sampling.stop_token_ids)
         return suppressed.union(sampling.stop_token_ids) if too_short else suppressed
-
-
-class _Ahead:
-    """A request as it would be after some drafts."""
-
-    __slots__ = ("_request", "token_ids")
-
-    def __init__(self, request: ConstrainedRequest, drafts: Sequence[int]) -> None:
-        self._request = request
-        self.token_ids = _Followed(request.token_ids, drafts)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self._request.sampling
-
-    @property
-    def min_num_tokens(self) -> int:
-        return self._request.min_num_tokens
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._request.stop_ids
-
-    @property
-    def constraint(self) -> Constraint | None:
-        return self._request.constraint
-
-
-class _Followed(Sequence[int]):
-    """A text and its continuation without copying either. A text may be long, and there is one of these per draft."""
-
-    __slots__ = ("_after", "_before")
-
-    def __init__(self, before: Sequence[int], after: Sequence[int]) -> None:
-        self._before = before
-        self._after = after
-
-    def __len__(self) -> int:
-        return len(self._before) + len(self._after)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = index + len(self) if index < 0 else index
-        if not 0 <= place < len(self):
-            raise IndexError(index)
-        first = len(self._before)
-        return self._before[place] if place < first else self._after[place - first]
 
 
 def nothing_left(sampling: SamplingParams, rules: str) -> Finish:
@@ -412,33 +341,28 @@ def nothing_left(sampling: SamplingParams, rules: str) -> Finish:
     return Finish(FinishReason.ERROR, message=message, code="invalid_request", param=param)
 
 
-def _before_finish(masks: Iterable[bytes | Finish]) -> list[bytes]:
-    found = []
+def _before_finish(masks: Iterable[bytes | Finish]) -> Iterator[bytes]:
     for mask in masks:
         if isinstance(mask, Finish):
-            break
-        found.append(mask)
-    return found
+            return
+        yield mask
 
 
-def _is_plain(request: ConstrainedRequest) -> bool:
-    """Return True if only the grammar constrains the request's next token."""
+def _is_plain(request: ConstrainedRequest, drafts: Sequence[int]) -> bool:
+    """Return True if only the grammar constrains the request's token after these drafts."""
     sampling, constraint = request.sampling, request.constraint
     return not (
         sampling.allowed_token_ids
         or sampling.bad_words
         or sampling.ignore_eos
-        or len(request.token_ids) < request.min_num_tokens
+        or len(request.token_ids) + len(drafts) < request.min_num_tokens
         or (constraint is not None and constraint.thinking is not None and constraint.thinking.forced is not None)
     )
 
 
-def _completed_bad_words(request: ConstrainedRequest) -> list[int]:
-    """Return the ids that would complete a sequence of bad_words now."""
-    ids = request.token_ids
-    completed = []
-    for word in request.sampling.bad_words:
-        before = list(word[:-1])
-        if not before or ids[-len(before) :] == before:
-            completed.append(word[-1])
-    return completed
+def _completed_bad_words(request: ConstrainedRequest, drafts: Sequence[int]) -> list[int]:
+    """Return the ids that would complete a sequence of bad_words after these drafts."""
+    words = request.sampling.bad_words
+    longest = max((len(word) for word in words), default=1)
+    ids = (*request.token_ids[-longest:], *drafts)
+    return [word[-1] for word in words if len(word) == 1 or ids[1 - len(word) :] == word[:-1]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from shared.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from shared.messages import MAX_CHOICES, DraftCounts, Finish, FinishReason, Submit, TokenLogprobs
+from shared.messages import MAX_CHOICES, Finish, FinishReason, Submit, TokenLogprobs
 from shared.sampling_params import SamplingParams
 from worker.drafting.speculation import Speculation
 from worker.kv.manager import SequencePages
@@ -32,6 +32,7 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """The scheduler's state of one choice. Only the scheduler writes here.
 
@@ -58,101 +59,64 @@ class Request:
         speculation: Possible continuations of its text; None if nothing is drafted. Steps without drafts do not
             touch it.
         is_drafting: The draft model was asked about it and has not answered.
-        draft_counts: Counts of its verified drafts; None if none was verified.
         embedding: Pooling of its prompt, with which it ends without sampling; None if it generates.
     """
 
-    __slots__ = (
-        "arrival",
-        "choice",
-        "constraint",
-        "deadline",
-        "draft_counts",
-        "embedding",
-        "followers",
-        "follows_started",
-        "is_drafting",
-        "leader",
-        "life",
-        "max_num_tokens",
-        "min_num_tokens",
-        "mu",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_initial_tokens",
-        "num_pending",
-        "num_prompt_tokens",
-        "owner",
-        "pages",
-        "priority",
-        "prompt_logprobs",
-        "prompt_step",
-        "repetition",
-        "reported_cached_tokens",
-        "request_id",
-        "row",
-        "sampling",
-        "speculation",
-        "status",
-        "stop_ids",
-        "token_ids",
-        "wants_prompt_logprobs",
-    )
+    submit: InitVar[Submit]
+    choice: int
+    _: KW_ONLY
+    owner: bytes
+    arrival: int
+    eos_token_ids: InitVar[frozenset[int]]
+    max_model_len: InitVar[int]
+    pages: SequencePages
+    constraint: Constraint | None = None
 
-    def __init__(
-        self,
-        submit: Submit,
-        choice: int,
-        *,
-        owner: bytes,
-        arrival: int,
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
-        pages: SequencePages,
-        constraint: Constraint | None = None,
-    ) -> None:
+    embedding: Embedding | None = field(init=False)
+    request_id: str = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    priority: int = field(init=False)
+    deadline: float | None = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_initial_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    min_num_tokens: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    wants_prompt_logprobs: bool = field(init=False)
+    repetition: RepetitionWatch | None = None
+    status: Status = Status.WAITING
+    life: int = 0
+    row: int = -1
+    num_computed_tokens: int = 0
+    num_pending: int = 0
+    mu: float | None = None
+    prompt_step: int | None = None
+    leader: Request | None = None
+    followers: list[Request] = field(default_factory=list)
+    follows_started: bool = False
+    num_cached_tokens: int | None = None
+    reported_cached_tokens: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    speculation: Speculation | None = None
+    is_drafting: bool = False
+
+    def __post_init__(self, submit: Submit, eos_token_ids: frozenset[int], max_model_len: int) -> None:
         self.embedding = Embedding(submit.pooling) if submit.pooling is not None else None
-        sampling = submit.sampling if self.embedding is None else _SAMPLES_NOTHING
-        self.owner = owner
-        self.request_id = submit.request_id
-        self.choice = choice
-        self.sampling = sampling
-        self.priority = submit.priority
-        self.arrival = arrival
-        self.deadline = submit.deadline
+        self.sampling = sampling = submit.sampling if self.embedding is None else _SAMPLES_NOTHING
+        self.request_id, self.priority, self.deadline = submit.request_id, submit.priority, submit.deadline
         self.token_ids = list(submit.token_ids)
-        self.num_prompt_tokens = submit.num_prompt_tokens
-        self.num_initial_tokens = len(submit.token_ids)
+        self.num_prompt_tokens, self.num_initial_tokens = submit.num_prompt_tokens, len(submit.token_ids)
         # An embedding may fill the context, because no token follows it.
         most = max_model_len if self.embedding is None else max_model_len + 1
         self.max_num_tokens = min(submit.num_prompt_tokens + sampling.max_tokens, most)
         self.min_num_tokens = submit.num_prompt_tokens + sampling.min_tokens
         own_stops = frozenset(sampling.stop_token_ids)
         self.stop_ids = own_stops if sampling.ignore_eos else own_stops | eos_token_ids
-        self.status = Status.WAITING
-        self.life = 0
-        self.row = -1
-        self.num_computed_tokens = 0
-        self.num_pending = 0
-        self.mu: float | None = None
-        self.pages = pages
-        self.prompt_step: int | None = None
-        self.leader: Request | None = None
-        self.followers: list[Request] = []
-        self.follows_started = False
-        self.num_cached_tokens: int | None = None
-        self.reported_cached_tokens = False
-        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and choice == submit.choice
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.constraint = constraint
-        self.speculation: Speculation | None = None
-        self.is_drafting = False
-        self.draft_counts: DraftCounts | None = None
-        self.repetition: RepetitionWatch | None = None
-        if sampling.repetition_detection is not None:
-            self.repetition = RepetitionWatch(
-                sampling.repetition_detection, submit.token_ids[submit.num_prompt_tokens :]
-            )
+        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and self.choice == submit.choice
+        rule = sampling.repetition_detection
+        if rule is not None:
+            self.repetition = RepetitionWatch(rule, submit.token_ids[submit.num_prompt_tokens :])
 
     @property
     def key(self) -> tuple[int, int]:

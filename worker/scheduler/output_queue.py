@@ -40,7 +40,7 @@ class OutputQueue:
             logprobs,
             cached,
             prompt_logprobs,
-            request.draft_counts,
+            None if request.speculation is None else request.speculation.draft_counts,
             embedding,
         )
         self._outputs.append((request.owner, output))

@@ -331,8 +331,6 @@ class Scheduler:
         matches = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, token_ids))
         if self._speculator is not None:
             self._speculator.resolve(request, len(drafts), sum(1 for _ in matches))
-        if request.speculation is not None:
-            request.draft_counts = request.speculation.draft_counts
 
     def _take_drafted(self, planned: PlannedStep, result: StepResult, milliseconds: float | None) -> None:
         """Process what the draft model computed and proposes."""

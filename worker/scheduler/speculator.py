@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from shared.messages import Submit
-from worker.drafting.acceptance import Acceptance
 from worker.drafting.policy import FORGIVEN, LONGEST_PAUSE, MAX_LAG, DraftPolicy, Pause
-from worker.drafting.proposal import Proposal
+from worker.drafting.proposal import Acceptance, Proposal
 from worker.drafting.speculation import ReadAhead, Speculation
 from worker.kv.manager import KVManager
 from worker.plan import DraftedRow, DraftedTokens

@@ -12,9 +12,8 @@ from operator import mul
 import pytest
 
 from worker.costs import StepCosts
-from worker.drafting.acceptance import Acceptance, RequestAcceptance
 from worker.drafting.policy import LONGEST_PAUSE, MAX_LAG, DraftPolicy, Pause
-from worker.drafting.proposal import Proposal, Source
+from worker.drafting.proposal import Acceptance, Proposal, Source
 from worker.drafting.speculation import Speculation
 
 MAX_DRAFTS = 7
@@ -76,7 +75,7 @@ def _speeds(
     rng = random.Random(num_rows)
     policy = DraftPolicy(MAX_DRAFTS)
     prior = Acceptance()
-    requests = [RequestAcceptance(prior) for _ in range(num_rows)]
+    requests = [Acceptance(prior) for _ in range(num_rows)]
     texts = [Speculation([0], 1, (), look_up=False, acceptance=prior) for _ in range(num_rows)]
     tokens, time = 0, 0.0
     fixed_tokens = [0.0] * (MAX_DRAFTS + 1)
@@ -189,7 +188,7 @@ def test_costs_ignore_non_positive_and_non_finite_times():
     for milliseconds in (0.0, -1.0, math.nan, math.inf):
         costs.observe(2, milliseconds)
     costs.observe(0, 1.0)
-    assert costs.largest == 0
+    assert costs.known_up_to(2) == 0
     costs.observe(2, 4.0)
     assert list(costs.read(1, 3)) == pytest.approx([4.0, 4.0, 6.0, 8.0])
 
@@ -231,7 +230,7 @@ def _draft_speed(
     """Return the speedup by a draft model and its number of steps in the last third."""
     rng = random.Random(6)
     policy = DraftPolicy(MAX_DRAFTS)
-    request = RequestAcceptance(Acceptance())
+    request = Acceptance(Acceptance())
     tokens, time, num_late = 0, 0.0, 0
     for step in range(num_steps):
         rate = request.chance(Source.DRAFT_MODEL)

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from shared.messages import DraftCounts
-from worker.drafting.acceptance import Acceptance, RequestAcceptance
-from worker.drafting.proposal import Proposal, Source
+from worker.drafting.proposal import Acceptance, Proposal, Source
 from worker.drafting.speculation import Speculation
 
 
@@ -123,7 +122,7 @@ def test_acceptance_is_learned_from_unverified_proposals():
 
 
 def test_acceptance_follows_changes_in_predictability():
-    request = RequestAcceptance(Acceptance())
+    request = Acceptance(Acceptance())
 
     def after(num: int, rate: float) -> float:
         rng = random.Random(5)
@@ -138,20 +137,18 @@ def test_acceptance_follows_changes_in_predictability():
 
 def test_new_requests_start_from_acceptance_of_others():
     acceptance = Acceptance()
-    seen = RequestAcceptance(acceptance)
-    before = RequestAcceptance(acceptance).chance(Source.LOOKUP)
+    seen = Acceptance(acceptance)
+    before = Acceptance(acceptance).chance(Source.LOOKUP)
     for _ in range(200):
         seen.observe(Source.LOOKUP, False)
-    assert RequestAcceptance(acceptance).chance(Source.LOOKUP) < 0.3 * before
+    assert Acceptance(acceptance).chance(Source.LOOKUP) < 0.3 * before
     # Nothing was learned about other sources.
-    assert RequestAcceptance(acceptance).chance(Source.DRAFT_MODEL) == RequestAcceptance(Acceptance()).chance(
-        Source.DRAFT_MODEL
-    )
+    assert Acceptance(acceptance).chance(Source.DRAFT_MODEL) == Acceptance(Acceptance()).chance(Source.DRAFT_MODEL)
 
 
 def test_acceptance_is_learned_per_request():
     acceptance = Acceptance()
-    good, bad = RequestAcceptance(acceptance), RequestAcceptance(acceptance)
+    good, bad = Acceptance(acceptance), Acceptance(acceptance)
     for _ in range(20):
         good.observe(Source.DRAFT_MODEL, True)
         bad.observe(Source.DRAFT_MODEL, False)
