@@ -228,22 +228,22 @@ class LLGrammars:
             return False  # requests with a grammar report it
         return True
 
-    def prepare(self, source: str) -> _PendingGrammar:
+    def prepare(self, source: str) -> _Compilation:
         """Start to compile a grammar, or find it in the cache. Raise UnavailableError if too many threads are stuck."""
         for unused in [item for item in self._compilations.values() if item.num_waiters == 0]:
             self.finish(unused)
-        compiled = self._cache.get(source)
-        if compiled is not None:
+        cached = self._cache.get(source)
+        if cached is not None:
             self._counters.grammar_cache_hits_total += 1
-            return _PendingGrammar(self, None, compiled)
+            return cached
         compilation = self._compilations.get(source)
         if compilation is None:
-            compilation = _Compilation(source, self._vocabulary.tokenizer)
+            compilation = _Compilation(source, self._vocabulary.tokenizer, self)
             compilation.future = self._threads.submit(compilation.run)
             compilation.future.add_done_callback(lambda _: self._on_compiled())
             self._compilations[source] = compilation
         compilation.num_waiters += 1
-        return _PendingGrammar(self, compilation, None)
+        return compilation
 
     def fill(self, states: Sequence[GrammarState], masks: Words, ahead: Sequence[Sequence[int]] = ()) -> Flags:
         """Write the mask of each state. Return [n] flags: whether the text may end.
@@ -309,34 +309,27 @@ class LLGrammars:
         elif not future.cancelled():
             compilation.set_outcome(future)
         compilation.finished = True
-        self._forget(compilation)
+        self.forget(compilation)
         self._counters.grammar_compilations_total += 1
         self._counters.grammar_compile_seconds_total += compilation.seconds
         if compilation.compiled is not None:
-            self._cache.put(compilation.source, compilation.compiled)
+            self._cache.put(compilation)
         return True
-
-    def release(self, compilation: _Compilation) -> None:
-        """Remove one waiting request, and cancel the compilation if it was the last and compilation has not started."""
-        compilation.num_waiters -= 1
-        future = compilation.future
-        # A running compilation continues within its time limit; `prepare` records its outcome.
-        if compilation.num_waiters == 0 and not compilation.finished and future is not None and future.cancel():
-            self._forget(compilation)
 
     def close(self) -> None:
         """Make the threads exit."""
         self._threads.close()
 
-    def _forget(self, compilation: _Compilation) -> None:
+    def forget(self, compilation: _Compilation) -> None:
+        """Compile the grammar anew when it is needed again, unless it is in the cache."""
         if self._compilations.get(compilation.source) is compilation:
             del self._compilations[compilation.source]
 
 
 class _Compilation:
-    """Compilation of one grammar, shared by all requests that wait for it."""
+    """Compilation of one grammar, shared by all requests that wait for it; implements constraint.PendingGrammar."""
 
-    def __init__(self, source: str, tokenizer: Callable[[], LLTokenizer]) -> None:
+    def __init__(self, source: str, tokenizer: Callable[[], LLTokenizer], grammars: LLGrammars) -> None:
         self.source = source
         self.num_waiters = 0
         self.future: Future[LLMatcher] | None = None
@@ -346,6 +339,26 @@ class _Compilation:
         self.compiled: LLMatcher | None = None
         self.failure: PeltonError | None = None
         self._tokenizer = tokenizer
+        self._grammars = grammars
+
+    def poll(self) -> bool:
+        """Return True if `open` would return or raise immediately."""
+        return self._grammars.finish(self)
+
+    def open(self) -> Matcher:
+        """Return a copy of the compiled grammar. Raise PeltonError if it could not be compiled."""
+        if self.failure is not None:
+            raise self.failure
+        if self.compiled is None:
+            raise RuntimeError("the grammar has not been compiled yet")
+        return Matcher(self.compiled.deep_copy())
+
+    def release(self) -> None:
+        """Remove one waiting request, and cancel the compilation if it was the last and compilation has not started."""
+        self.num_waiters -= 1
+        # A running compilation continues within its time limit; `prepare` records its outcome.
+        if self.num_waiters == 0 and not self.finished and self.future is not None and self.future.cancel():
+            self._grammars.forget(self)
 
     def run(self) -> LLMatcher:
         """Compile, in a thread. Raise InvalidRequestError if the grammar cannot be used."""
@@ -376,53 +389,24 @@ class _Compilation:
             self.failure = InvalidRequestError("the grammar cannot be used", code="invalid_grammar")
 
 
-class _PendingGrammar:
-    """Grammar of one waiting request; implements constraint.PendingGrammar."""
-
-    def __init__(self, grammars: LLGrammars, compilation: _Compilation | None, compiled: LLMatcher | None) -> None:
-        self._grammars = grammars
-        self._compilation = compilation
-        self._compiled = compiled
-
-    def poll(self) -> bool:
-        """Return True if `open` would return or raise immediately."""
-        return self._compilation is None or self._grammars.finish(self._compilation)
-
-    def open(self) -> Matcher:
-        """Return a copy of the compiled grammar. Raise PeltonError if it could not be compiled."""
-        compiled = self._compiled
-        if self._compilation is not None:
-            compiled = self._compilation.compiled
-            if self._compilation.failure is not None:
-                raise self._compilation.failure
-        if compiled is None:
-            raise RuntimeError("the grammar has not been compiled yet")
-        return Matcher(compiled.deep_copy())
-
-    def release(self) -> None:
-        """Stop waiting for the grammar."""
-        if self._compilation is not None:
-            self._grammars.release(self._compilation)
-
-
 class _Cache:
     """LRU cache of compiled grammars by source, bounded by their estimated size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._entries: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._entries: OrderedDict[str, _Compilation] = OrderedDict()
 
-    def get(self, source: str) -> LLMatcher | None:
-        compiled = self._entries.get(source)
-        if compiled is not None:
+    def get(self, source: str) -> _Compilation | None:
+        if source in self._entries:
             self._entries.move_to_end(source)
-        return compiled
+        return self._entries.get(source)
 
-    def put(self, source: str, compiled: LLMatcher) -> None:
+    def put(self, compilation: _Compilation) -> None:
+        source = compilation.source
         if source in self._entries or _cost(source) > self._max_bytes:
             return
-        self._entries[source] = compiled
+        self._entries[source] = compilation
         self._num_bytes += _cost(source)
         while self._num_bytes > self._max_bytes:
             oldest, _ = self._entries.popitem(last=False)

@@ -6,45 +6,43 @@ row.
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
+import operator
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from kernels.ops.sampling.inputs import NO_CUT, ExtendInputs, Feature, PenaltyInputs, SamplingInputs
-from kernels.ops.step_inputs.inputs import (
-    CHOICE,
-    DRY_ALLOWED_LENGTH,
-    DRY_BASE,
-    DRY_LAST_N,
-    DRY_MULTIPLIER,
-    DYNATEMP_EXPONENT,
-    DYNATEMP_RANGE,
-    FREQUENCY,
-    KEY,
-    LOG_MIN_P,
-    LOG_XTC_THRESHOLD,
-    MIROSTAT,
-    MIROSTAT_ETA,
-    MIROSTAT_MU,
-    MIROSTAT_TAU,
-    PRESENCE,
-    REPETITION,
-    SAMPLING_WORDS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_N_SIGMA,
-    TOP_P,
-    TYPICAL_P,
-    XTC_COIN,
-    StepBuffers,
-)
+from kernels.ops.step_inputs import inputs as at
+from kernels.ops.step_inputs.inputs import SAMPLING_WORDS, StepBuffers
 from shared.sampling_params import SamplingParams
 from worker.plan import NewRow
 from worker.sampling.penalties import PenaltyTables
 from worker.sampling.row_lists import Change, RowLists, Words
 from worker.sampling.sampled_rows import LISTED, Integers, Listed, Needs, SampledRows, Upload
+
+_INTEGER_WORDS = {
+    "top_k": at.TOP_K, "mirostat": at.MIROSTAT, "dry_allowed_length": at.DRY_ALLOWED_LENGTH,
+    "dry_penalty_last_n": at.DRY_LAST_N,
+}  # fmt: skip
+_FLOAT_WORDS = {
+    "temperature": at.TEMPERATURE, "repetition_penalty": at.REPETITION, "presence_penalty": at.PRESENCE,
+    "frequency_penalty": at.FREQUENCY, "typical_p": at.TYPICAL_P, "top_n_sigma": at.TOP_N_SIGMA,
+    "dynatemp_range": at.DYNATEMP_RANGE, "dynatemp_exponent": at.DYNATEMP_EXPONENT, "mirostat_tau": at.MIROSTAT_TAU,
+    "mirostat_eta": at.MIROSTAT_ETA, "dry_multiplier": at.DRY_MULTIPLIER, "dry_base": at.DRY_BASE,
+}  # fmt: skip
+"""Words of a row that hold a sampling parameter unchanged, by the parameter's name."""
+
+F = TypeVar("F", bound=enum.IntFlag)
+
+
+def union(none: F, *flags: tuple[object, F]) -> F:
+    """Return the union of the flags whose condition is true."""
+    return functools.reduce(operator.or_, (flag for used, flag in flags if used), none)
 
 
 class SamplingParameters:
@@ -60,7 +58,7 @@ class SamplingParameters:
         self.lists = RowLists(buffers)
         self._words = layout.sampling.of(state)
         self._floats = self._words.view(torch.float32)
-        self._top_p = self._words.view(torch.float64)[:, TOP_P // 2]
+        self._top_p = self._words.view(torch.float64)[:, at.TOP_P // 2]
         num_sampled = layout.max_sampled or num_rows
         self._own_rows = torch.arange(num_sampled, dtype=torch.int32, device=state.device)
         self._own_index = torch.arange(num_sampled, device=state.device)
@@ -74,16 +72,15 @@ class SamplingParameters:
         sampling, row = new.sampling, new.row
         needs, changes = self.lists.enter(new)
         features = _features(sampling)
-        if not sampling.greedy:
-            needs |= Needs.NOISE
-            if sampling.extended:
-                needs |= Needs.EXTENDED
-            elif features & Feature.TOP:
-                needs |= Needs.FILTER
-        if sampling.logprobs is not None:
-            needs |= Needs.LOGPROBS
+        needs = union(
+            needs,
+            (not sampling.greedy, Needs.NOISE),
+            (sampling.extended, Needs.EXTENDED),
+            (not sampling.greedy and not sampling.extended and features & Feature.TOP, Needs.FILTER),
+            (sampling.logprobs is not None, Needs.LOGPROBS),
+            (sampling.uses_penalties, Needs.PENALTY),
+        )
         if sampling.uses_penalties:
-            needs |= Needs.PENALTY
             self.penalties.allocate(row)
         else:
             self.penalties.free(row)
@@ -132,7 +129,7 @@ class SamplingParameters:
 
     def penalty_inputs(self, sampled: SampledRows, penalized: Listed, slots: torch.Tensor) -> PenaltyInputs:
         """Return the factors and counts of the rows with penalties."""
-        factors = self.words(sampled, penalized).view(torch.float32)[:, REPETITION : REPETITION + 3]
+        factors = self.words(sampled, penalized).view(torch.float32)[:, at.REPETITION : at.REPETITION + 3]
         extra = sampled.proposed if sampled.verification is None else sampled.verification.extra
         return self.penalties.inputs(penalized.index, slots, factors.t().contiguous(), extra)
 
@@ -154,7 +151,7 @@ class SamplingParameters:
 
     def store_mu(self, rows: torch.Tensor, mu: torch.Tensor) -> None:
         """Store mirostat's next targets, [E] float32, in [E] int64 rows of the state."""
-        self._floats[:, MIROSTAT_MU].index_copy_(0, rows, mu)
+        self._floats[:, at.MIROSTAT_MU].index_copy_(0, rows, mu)
 
     def sampling_inputs(self, sampled: SampledRows) -> SamplingInputs:
         """Return the inputs of the sampling op: one entry per token on the CPU, the tables and row indices on a GPU.
@@ -167,7 +164,7 @@ class SamplingParameters:
             if random:
                 host_words = self._host_words[sampled.rows]
                 if extended is not None:
-                    _disable_filters_on_host(host_words, extended.host_index)
+                    _disable_filters(torch.from_numpy(host_words), extended.index)
                 inputs = _gather(host_words, sampled.positions, random, filtered)
             else:
                 inputs = self._greedy(len(sampled.rows))
@@ -178,19 +175,19 @@ class SamplingParameters:
         if extended is not None:
             words = words.index_select(0, rows)
             _disable_filters(words, extended.index)
-            floats, top_p = words.view(torch.float32), words.view(torch.float64)[:, TOP_P // 2]
+            floats, top_p = words.view(torch.float32), words.view(torch.float64)[:, at.TOP_P // 2]
             rows = self._own_rows[: len(rows)]
         mask_rows = sampled.mask_rows
         if sampled.mask is not None and mask_rows is None:
             mask_rows = self._own_index[: len(rows)]  # the kernels always read masks by index
         return SamplingInputs(
-            temperature=floats[:, TEMPERATURE],
-            top_k=words[:, TOP_K],
+            temperature=floats[:, at.TEMPERATURE],
+            top_k=words[:, at.TOP_K],
             top_p=top_p,
-            log_min_p=floats[:, LOG_MIN_P],
-            key=words[:, KEY : KEY + 2].t(),
+            log_min_p=floats[:, at.LOG_MIN_P],
+            key=words[:, at.KEY : at.KEY + 2].t(),
             position=sampled.positions,
-            choice=words[:, CHOICE],
+            choice=words[:, at.CHOICE],
             any_random=random,
             any_filter=filtered,
             rows=rows,
@@ -207,18 +204,15 @@ class SamplingParameters:
 
 
 def _features(sampling: SamplingParams) -> Feature:
-    features = Feature(0)
-    for used, feature in (
+    return union(
+        Feature(0),
         (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0, Feature.TOP),
         (sampling.typical_p < 1.0, Feature.TYPICAL),
         (sampling.top_n_sigma > 0.0, Feature.SIGMA),
         (sampling.dynatemp_range > 0.0, Feature.DYNATEMP),
         (sampling.mirostat > 0, Feature.MIROSTAT),
         (sampling.xtc_probability > 0.0, Feature.XTC),
-    ):
-        if used:
-            features |= feature
-    return features
+    )
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -230,63 +224,44 @@ def _row_words(sampling: SamplingParams, choice: int, mu: float | None) -> Words
     """Return the [SAMPLING_WORDS] int32 parameters of a new row."""
     words = np.zeros(SAMPLING_WORDS, dtype=np.int32)
     floats = words.view(np.float32)
-    floats[TEMPERATURE] = 0.0 if sampling.greedy else sampling.temperature
-    floats[LOG_MIN_P] = math.log(sampling.min_p) if sampling.min_p > 0 else NO_CUT
-    floats[REPETITION] = sampling.repetition_penalty
-    floats[PRESENCE] = sampling.presence_penalty
-    floats[FREQUENCY] = sampling.frequency_penalty
-    words[CHOICE] = choice
-    words.view(np.uint32)[KEY : KEY + 2] = seed_words(sampling.seed)
-    words[TOP_K] = sampling.top_k
-    words.view(np.float64)[TOP_P // 2] = sampling.top_p
-    floats[TYPICAL_P] = sampling.typical_p
-    floats[TOP_N_SIGMA] = sampling.top_n_sigma
-    floats[DYNATEMP_RANGE] = sampling.dynatemp_range
-    floats[DYNATEMP_EXPONENT] = sampling.dynatemp_exponent
-    floats[LOG_XTC_THRESHOLD] = math.log(sampling.xtc_threshold) if sampling.xtc_threshold > 0 else NO_CUT
+    for name, place in _INTEGER_WORDS.items():
+        words[place] = getattr(sampling, name)
+    for name, place in _FLOAT_WORDS.items():
+        floats[place] = getattr(sampling, name)
+    if sampling.greedy:
+        floats[at.TEMPERATURE] = 0.0
+    floats[at.LOG_MIN_P] = math.log(sampling.min_p) if sampling.min_p > 0 else NO_CUT
+    floats[at.LOG_XTC_THRESHOLD] = math.log(sampling.xtc_threshold) if sampling.xtc_threshold > 0 else NO_CUT
+    floats[at.MIROSTAT_MU] = 2 * sampling.mirostat_tau if mu is None else mu
+    words[at.CHOICE] = choice
+    words.view(np.uint32)[at.KEY : at.KEY + 2] = seed_words(sampling.seed)
+    words.view(np.float64)[at.TOP_P // 2] = sampling.top_p
     # The coin is an integer w < 2**24; (w + 0.5) / 2**24 is less than the probability if w is less than this value.
-    words[XTC_COIN] = math.ceil(sampling.xtc_probability * 2**24 - 0.5)
-    words[MIROSTAT] = sampling.mirostat
-    floats[MIROSTAT_TAU] = sampling.mirostat_tau
-    floats[MIROSTAT_ETA] = sampling.mirostat_eta
-    floats[MIROSTAT_MU] = 2 * sampling.mirostat_tau if mu is None else mu
-    floats[DRY_MULTIPLIER] = sampling.dry_multiplier
-    floats[DRY_BASE] = sampling.dry_base
-    words[DRY_ALLOWED_LENGTH] = sampling.dry_allowed_length
-    words[DRY_LAST_N] = sampling.dry_penalty_last_n
+    words[at.XTC_COIN] = math.ceil(sampling.xtc_probability * 2**24 - 0.5)
     return words
 
 
 def _disable_filters(words: torch.Tensor, rows: torch.Tensor) -> None:
     """Set temperature 1 and no filters in the [n] int64 `rows` of [S, SAMPLING_WORDS] int32 words."""
-    words.view(torch.float32)[:, TEMPERATURE].index_fill_(0, rows, 1.0)
-    words.view(torch.float32)[:, LOG_MIN_P].index_fill_(0, rows, NO_CUT)
-    words[:, TOP_K].index_fill_(0, rows, 0)
-    words.view(torch.float64)[:, TOP_P // 2].index_fill_(0, rows, 1.0)
-
-
-def _disable_filters_on_host(words: Words, rows: Integers) -> None:
-    """Set temperature 1 and no filters in some rows of host words."""
-    floats = words.view(np.float32)
-    floats[rows, TEMPERATURE] = 1.0
-    floats[rows, LOG_MIN_P] = NO_CUT
-    words[rows, TOP_K] = 0
-    words.view(np.float64)[rows, TOP_P // 2] = 1.0
+    words.view(torch.float32)[:, at.TEMPERATURE].index_fill_(0, rows, 1.0)
+    words.view(torch.float32)[:, at.LOG_MIN_P].index_fill_(0, rows, NO_CUT)
+    words[:, at.TOP_K].index_fill_(0, rows, 0)
+    words.view(torch.float64)[:, at.TOP_P // 2].index_fill_(0, rows, 1.0)
 
 
 def _gather(words: Words, positions: torch.Tensor, random: bool, filtered: bool) -> SamplingInputs:
     """Convert [S, SAMPLING_WORDS] host words to one entry per token."""
     floats = words.view(np.float32)
-    integers = words[:, : TOP_P + 2].astype(np.int64)
-    key = words.view(np.uint32)[:, KEY : KEY + 2].T.astype(np.int64)
+    integers = words[:, : at.TOP_P + 2].astype(np.int64)
+    key = words.view(np.uint32)[:, at.KEY : at.KEY + 2].T.astype(np.int64)
     return SamplingInputs(
-        temperature=torch.from_numpy(floats[:, TEMPERATURE]),
-        top_k=torch.from_numpy(integers[:, TOP_K]),
-        top_p=torch.from_numpy(words.view(np.float64)[:, TOP_P // 2]),
-        log_min_p=torch.from_numpy(floats[:, LOG_MIN_P]),
+        temperature=torch.from_numpy(floats[:, at.TEMPERATURE]),
+        top_k=torch.from_numpy(integers[:, at.TOP_K]),
+        top_p=torch.from_numpy(words.view(np.float64)[:, at.TOP_P // 2]),
+        log_min_p=torch.from_numpy(floats[:, at.LOG_MIN_P]),
         key=torch.from_numpy(key),
         position=positions,
-        choice=torch.from_numpy(integers[:, CHOICE]),
+        choice=torch.from_numpy(integers[:, at.CHOICE]),
         any_random=random,
         any_filter=filtered,
     )
