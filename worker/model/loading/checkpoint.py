@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,33 +12,11 @@ import torch
 
 from shared.errors import ModelFileError
 from worker.model.loading.fields import read_json_object, readable, shown
-from worker.model.loading.safetensors_reader import SafeTensor, SafetensorsFile
-from worker.quant.raw_weight import RawWeight
+from worker.model.loading.model_files import StoredWeight
+from worker.model.loading.safetensors_reader import SafetensorsFile, Stored
 
 _MAX_INDEX = 1 << 26
 _MAX_FILES = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor and its file."""
-
-    file: SafetensorsFile
-    tensor: SafeTensor
-
-    @property
-    def dtype(self) -> str:
-        """Type of the tensor in the file."""
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return self.tensor.shape
-
-    def read(self, rows: slice | None = None) -> torch.Tensor:
-        """Return the tensor, or rows of it, as stored. A tensor without dimensions is [1]."""
-        return self.file.read_values(self.tensor, rows)
 
 
 class Checkpoint:
@@ -61,13 +39,13 @@ def open_checkpoint(paths: list[Path], weight_map: Mapping[str, str] | None = No
         # One by one, so that files already open are closed when one fails.
         for path in paths:
             files.append(SafetensorsFile(path))  # noqa: PERF401
-        tensors = {name: Stored(file, tensor) for file in files for name, tensor in file.tensors.items()}
+        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         if weight_map is not None:
             by_name = {file.name: file for file in files}
             for name, file_name in weight_map.items():
                 if name not in by_name[file_name].tensors:
                     raise ModelFileError(f"{file_name}: tensor {readable(name)} is missing, though the index names it")
-                tensors[name] = Stored(by_name[file_name], by_name[file_name].tensors[name])
+                tensors[name] = by_name[file_name].tensors[name]
     except BaseException:
         for file in files:
             file.close()
@@ -92,19 +70,11 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedModule:
-    """One weight.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedModule(StoredWeight):
+    """A weight (out, in) that several tensors form; `leaves` are their names within the module."""
 
-    Attributes:
-        shape: (out, in).
-        leaves: Names within the module of the tensors that form it.
-        read: Function from rows and cols to the slice; see WeightSource.get.
-    """
-
-    shape: tuple[int, int]
     leaves: frozenset[str]
-    read: Callable[[slice | None, slice | None], RawWeight]
 
 
 class QuantizedCheckpoint(Protocol):
@@ -120,7 +90,6 @@ class QuantizedCheckpoint(Protocol):
         Raises:
             ModelFileError: A tensor is missing or misshapen, or a variant is not supported.
         """
-        ...
 
 
 def need(
@@ -145,7 +114,7 @@ def factors_of(stored: Stored, rows: slice | None = None, *, positive: bool = Fa
     if positive:
         good &= values > 0
     if not good.all():
-        where = f"{stored.file.name}: tensor {readable(stored.tensor.name)}"
+        where = f"{stored.file.name}: tensor {readable(stored.name)}"
         kind = "positive" if positive else "finite"
         raise ModelFileError(f"{where} holds {values[~good][0].item()}; {kind} scales are needed")
     return values

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shared.errors import ModelFileError
-from worker.model.loading.checkpoint import QuantizedModule, Stored, factors_of, need
+from worker.model.loading.checkpoint import QuantizedModule, factors_of, need
 from worker.model.loading.fields import Fields, readable, shown
+from worker.model.loading.safetensors_reader import Stored
 from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
 
 _SCALES = ("F32", "BF16", "F16")
@@ -47,20 +48,50 @@ class _EightBit:
         if "weight" not in tensors or tensors["weight"].dtype not in _EIGHT_BIT:
             return None
         weight = need(name, tensors, "weight", (self.dtype,))
-        return _module(name, tensors, weight, self.leaf, self.block, static=self.static)
+        return self._module(name, tensors, weight)
+
+    def _module(self, name: str, tensors: Mapping[str, Stored], weight: Stored) -> QuantizedModule:
+        if len(weight.shape) != 2 or not all(weight.shape):
+            raise ModelFileError(f"{weight.file.name}: tensor {readable(name)}.weight has the shape {weight.shape}")
+        num_outputs, num_inputs = weight.shape
+        leaf, block = self.leaf, self.block
+        scale = need(name, tensors, leaf, _SCALES)
+        extent = block or (0 if scale.shape in ((), (1,), (1, 1)) else 1, 0)
+        wanted = [-(-size // of) if of else 1 for size, of in zip(weight.shape, extent)]
+        if scale.shape not in ((), (1,), tuple(wanted), (num_outputs,)) or (block and scale.shape != tuple(wanted)):
+            where = f"{scale.file.name}: tensor {readable(name)}.{leaf}"
+            raise ModelFileError(f"{where} has the shape {scale.shape}; {tuple(wanted)} is needed")
+        fixed = need(name, tensors, "input_scale", _SCALES) if self.static else None
+        if fixed is not None and fixed.shape not in ((), (1,), (1, 1)):
+            raise ModelFileError(f"{fixed.file.name}: tensor {readable(name)}.input_scale has the shape {fixed.shape}")
+
+        def read(rows: slice | None, cols: slice | None) -> RawWeight:
+            start, stop = bounds(rows, num_outputs)
+            whole = Factors(factors_of(scale).reshape(wanted), *extent)
+            factors = whole.part(0, start, stop, num_outputs)
+            cut = slice(start, stop)
+            if factors is None:  # within blocks: made dense below
+                cut, factors = slice(0, num_outputs), whole
+            extra = {"scale": factors}
+            if fixed is not None:
+                extra["input_scale"] = Factors(factors_of(fixed, positive=True).reshape(1, 1), 0, 0)
+            codes = weight.read(cut)
+            raw = RawWeight(_CODES[weight.dtype], (codes.shape[0], num_inputs), codes, extra)
+            if cut != slice(start, stop):
+                raw = slice_rows(raw, rows)
+            return slice_columns(raw, cols)
+
+        # Scales of unused activations, and of key and value caches, which have scales of their own, are skipped.
+        leaves = {"weight", leaf, "input_scale", "output_scale", "k_scale", "v_scale"} & set(tensors)
+        return QuantizedModule(shape=(num_outputs, num_inputs), leaves=frozenset(leaves), read=read)
 
 
 class FP8(_EightBit):
     """Checkpoints of quant_method fp8. Raises ModelFileError for unsupported variants."""
 
     def __init__(self, config: Fields) -> None:
-        format_name = config.text("fmt", "e4m3")
-        if format_name not in ("e4m3", "float8_e4m3fn"):
-            raise config.error("fmt", f"is {format_name[:80]!r}; supported is e4m3")
-        scheme = config.text("activation_scheme", "dynamic")
-        if scheme not in ("dynamic", "static"):
-            raise config.error("activation_scheme", f"is {scheme[:80]!r}; supported are dynamic and static")
-        self.static = scheme == "static"
+        config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+        self.static = config.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
         self.block = _pair(config, "weight_block_size")
         self.leaf = "weight_scale_inv" if self.block else "weight_scale"
         if self.static and self.block:
@@ -90,13 +121,10 @@ class CompressedTensors(_EightBit):
                 raise one.error("num_bits", f"is {one.integer('num_bits')}; supported is 8")
             if not one.boolean("symmetric", True):
                 raise one.error("symmetric", "is false; zero points are not supported")
-        kind = weights.text("type", "int")
-        if kind not in ("int", "float") or inputs.text("type", "int") != kind:
-            raise weights.error("type", f"is {kind[:80]!r}; supported are int and float, as in input_activations")
+        kind = weights.choice("type", ("int", "float"), "int")
+        inputs.choice("type", (kind,), "int")
         self.dtype = "I8" if kind == "int" else "F8_E4M3"
-        strategy = weights.text("strategy", "tensor")
-        if strategy not in ("tensor", "channel", "block"):
-            raise weights.error("strategy", f"is {strategy[:80]!r}; supported are tensor, channel and block")
+        strategy = weights.choice("strategy", ("tensor", "channel", "block"), "tensor")
         self.block = _pair(weights, "block_structure") if strategy == "block" else None
         if strategy == "block" and (self.block is None or kind == "int"):
             raise weights.error("strategy", "is block, which needs block_structure and the type float")
@@ -114,50 +142,3 @@ def _pair(config: Fields, key: str) -> tuple[int, int] | None:
     if len(pair) != 2 or not all(type(one) is int and 0 < one <= _MAX_BLOCK for one in pair):
         raise config.error(key, f"is {shown(value)}; two positive numbers are needed")
     return pair[0], pair[1]
-
-
-def _module(
-    name: str, tensors: Mapping[str, Stored], weight: Stored, leaf: str, block: tuple[int, int] | None, *, static: bool
-) -> QuantizedModule:
-    """Return the weight of a module.
-
-    Args:
-        name: Name of the module.
-        tensors: Tensors of the module.
-        weight: Tensor of the codes.
-        leaf: Name of the tensor of scales.
-        block: Output and input features that share a scale; None for one scale in total or per output feature.
-        static: The checkpoint fixes the scale of the activations, which must then be present.
-    """
-    if len(weight.shape) != 2 or not all(weight.shape):
-        raise ModelFileError(f"{weight.file.name}: tensor {readable(name)}.weight has the shape {weight.shape}")
-    num_outputs, num_inputs = weight.shape
-    scale = need(name, tensors, leaf, _SCALES)
-    extent = block or (0 if scale.shape in ((), (1,), (1, 1)) else 1, 0)
-    wanted = [-(-size // of) if of else 1 for size, of in zip(weight.shape, extent)]
-    if scale.shape not in ((), (1,), tuple(wanted), (num_outputs,)) or (block and scale.shape != tuple(wanted)):
-        where = f"{scale.file.name}: tensor {readable(name)}.{leaf}"
-        raise ModelFileError(f"{where} has the shape {scale.shape}; {tuple(wanted)} is needed")
-    fixed = need(name, tensors, "input_scale", _SCALES) if static else None
-    if fixed is not None and fixed.shape not in ((), (1,), (1, 1)):
-        raise ModelFileError(f"{fixed.file.name}: tensor {readable(name)}.input_scale has the shape {fixed.shape}")
-
-    def read(rows: slice | None, cols: slice | None) -> RawWeight:
-        start, stop = bounds(rows, num_outputs)
-        whole = Factors(factors_of(scale).reshape(wanted), *extent)
-        factors = whole.part(0, start, stop, num_outputs)
-        cut = slice(start, stop)
-        if factors is None:  # within blocks: made dense below
-            cut, factors = slice(0, num_outputs), whole
-        extra = {"scale": factors}
-        if fixed is not None:
-            extra["input_scale"] = Factors(factors_of(fixed, positive=True).reshape(1, 1), 0, 0)
-        codes = weight.read(cut)
-        raw = RawWeight(_CODES[weight.dtype], (codes.shape[0], num_inputs), codes, extra)
-        if cut != slice(start, stop):
-            raw = slice_rows(raw, rows)
-        return slice_columns(raw, cols)
-
-    # Scales of unused activations, and of key and value caches, which have scales of their own, are skipped.
-    leaves = {"weight", leaf, "input_scale", "output_scale", "k_scale", "v_scale"} & set(tensors)
-    return QuantizedModule((num_outputs, num_inputs), frozenset(leaves), read)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,14 @@ class Fields:
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(key, f"is {shown(value)}; a string is needed")
+        return value
+
+    def choice(self, key: str, supported: Iterable[str], default: Any = _REQUIRED) -> str:
+        """Return one of the supported strings."""
+        value = self.text(key, default)
+        names = list(supported)
+        if value not in names:
+            raise self.error(key, f"is {value[:80]!r}; supported {'are' if names[1:] else 'is'} {', '.join(names)}")
         return value
 
     def part(self, key: str) -> Fields:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,27 +16,10 @@ from shared.errors import ModelFileError
 from shared.messages import Bundle
 from worker.kv.geometry import KVGroupSpec
 from worker.model.families import BY_GGUF_ARCHITECTURE, Family, gguf_names
-from worker.model.loading.bundle import (
-    MAX_CHAT_TEMPLATE,
-    cached_conversion,
-    make_bundle,
-    parse_tokenizer,
-    turn_end_ids,
-    united,
-)
-from worker.model.loading.checks import (
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_HIDDEN,
-    MAX_LAYERS,
-    MAX_POSITION,
-    MAX_VOCAB,
-    check_spec,
-    check_tensors,
-)
+from worker.model.loading import bundle, checks
 from worker.model.loading.fields import Fields
 from worker.model.loading.gguf_reader import GGUFFile, MetadataValue, StringArray, TensorInfo
-from worker.model.loading.model_files import ModelFiles, WeightSource, model_hash
+from worker.model.loading.model_files import FileWeights, ModelFiles, StoredWeight, model_hash
 from worker.model.loading.tokenizer_from_gguf import CONVERTER_VERSION, Vocabulary, convert_tokenizer, read_vocabulary
 from worker.model.spec import DecoderSpec, RopeSpec
 from worker.quant.gguf_formats import PLAIN_DTYPES
@@ -60,12 +42,11 @@ def open_gguf(path: Path, cache_dir: Path) -> ModelFiles:
         template = _gguf_template(file)
         eos = _gguf_eos(file, vocabulary, template)
         spec, weights = read_gguf_model(file, len(vocabulary.tokens), eos)
-        bundle = _gguf_bundle(file, vocabulary, template, cache_dir)
         head = min((info.offset for info in file.tensors.values()), default=file.file_size)
         files = ModelFiles(
             spec=spec,
             weights=weights,
-            bundle=bundle,
+            bundle=_gguf_bundle(file, vocabulary, template, cache_dir),
             eos_token_ids=eos,
             default_name=_FORMAT_SUFFIX.sub("", path.stem),
             created=int(path.stat().st_mtime),
@@ -83,8 +64,8 @@ def _gguf_template(file: GGUFFile) -> str | None:
     if "tokenizer.chat_template" not in fields:
         return None
     template = fields.text("tokenizer.chat_template")
-    if len(template) > MAX_CHAT_TEMPLATE:
-        raise fields.error("tokenizer.chat_template", f"is longer than {MAX_CHAT_TEMPLATE} characters")
+    if len(template) > bundle.MAX_CHAT_TEMPLATE:
+        raise fields.error("tokenizer.chat_template", f"is longer than {bundle.MAX_CHAT_TEMPLATE} characters")
     return template
 
 
@@ -93,7 +74,7 @@ def _gguf_eos(file: GGUFFile, vocabulary: Vocabulary, template: str | None) -> t
     top = len(vocabulary.tokens) - 1
     declared = [fields.optional_integer(f"tokenizer.ggml.{name}_token_id", high=top) for name in ("eos", "eot", "eom")]
     added = {vocabulary.tokens[i]: i for i in (*vocabulary.special_ids, *vocabulary.user_defined_ids)}
-    return united([i for i in declared if i is not None], turn_end_ids(template, added.get))
+    return bundle.united([i for i in declared if i is not None], bundle.turn_end_ids(template, added.get))
 
 
 def _content(value: MetadataValue) -> bytes:
@@ -111,10 +92,10 @@ def _gguf_bundle(file: GGUFFile, vocabulary: Vocabulary, template: str | None, c
 
     def convert() -> bytes:
         converted = convert_tokenizer(file, vocabulary)
-        parse_tokenizer(converted, file.name)
+        bundle.parse_tokenizer(converted, file.name)
         return converted
 
-    tokenizer_json = cached_conversion(cache_dir, digest.hexdigest(), convert)
+    tokenizer_json = bundle.cached_conversion(cache_dir, digest.hexdigest(), convert)
     fields = Fields(file.metadata, f"{file.name}: ")
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     special = {}
@@ -122,34 +103,7 @@ def _gguf_bundle(file: GGUFFile, vocabulary: Vocabulary, template: str | None, c
         token_id = fields.optional_integer(f"tokenizer.ggml.{key}_token_id", high=len(vocabulary.tokens) - 1)
         if token_id is not None:
             special[name] = vocabulary.tokens[token_id]
-    return make_bundle(tokenizer_json, template, special, vocabulary.add_bos_token)
-
-
-class GGUFWeights(WeightSource):
-    """Weights of an open GGUF file."""
-
-    def __init__(self, file: GGUFFile, names: dict[str, str]) -> None:
-        self._file = file
-        self._tensors = {canonical: file.tensors[name] for canonical, name in names.items()}
-
-    def names(self) -> Iterable[str]:
-        """Return all canonical names."""
-        return self._tensors.keys()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self._tensors[name].shape
-
-    def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
-        """Read a tensor or a slice of it; see WeightSource."""
-        return slice_columns(read_rows(self._file, self._tensors[name], rows), cols)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    return bundle.make_bundle(tokenizer_json, template, special, vocabulary.add_bos_token)
 
 
 def read_rows(file: GGUFFile, info: TensorInfo, rows: slice | None) -> RawWeight:
@@ -165,7 +119,7 @@ def read_rows(file: GGUFFile, info: TensorInfo, rows: slice | None) -> RawWeight
     return RawWeight(info.format, shape, raw.reshape(stop - start, bytes_per_row))
 
 
-def read_gguf_model(file: GGUFFile, num_tokens: int, eos_token_ids: tuple[int, ...]) -> tuple[DecoderSpec, GGUFWeights]:
+def read_gguf_model(file: GGUFFile, num_tokens: int, eos_token_ids: tuple[int, ...]) -> tuple[DecoderSpec, FileWeights]:
     """Return specification and weights.
 
     Args:
@@ -181,16 +135,17 @@ def read_gguf_model(file: GGUFFile, num_tokens: int, eos_token_ids: tuple[int, .
     general = Fields(metadata, f"{file.name}: ")
     if general.integer("split.count", 1) > 1:
         raise general.error("split.count", "is more than 1; merge the parts into one file first")
-    architecture = general.text("general.architecture")
-    family = BY_GGUF_ARCHITECTURE.get(architecture)
-    if family is None:
-        known = ", ".join(BY_GGUF_ARCHITECTURE)
-        raise general.error("general.architecture", f"is {architecture!r}; supported are {known}")
+    family = BY_GGUF_ARCHITECTURE[general.choice("general.architecture", BY_GGUF_ARCHITECTURE)]
     spec = _spec(family, file, general, num_tokens, eos_token_ids)
     names = gguf_names(spec.num_layers)
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    needed = check_tensors(spec, names, shapes, lambda name: name == _ROPE_FREQUENCIES, file.name)
-    return spec, GGUFWeights(file, needed)
+    needed = checks.check_tensors(spec, names, shapes, lambda name: name == _ROPE_FREQUENCIES, file.name)
+    weights = {canonical: _weight(file, file.tensors[name]) for canonical, name in needed.items()}
+    return spec, FileWeights(weights, file.close)
+
+
+def _weight(file: GGUFFile, info: TensorInfo) -> StoredWeight:
+    return StoredWeight(shape=info.shape, read=lambda rows, cols: slice_columns(read_rows(file, info, rows), cols))
 
 
 def _spec(
@@ -201,24 +156,24 @@ def _spec(
     fields = Fields(own, f"{file.name}: {prefix}")
     if fields.integer("expert_count", 0):
         raise fields.error("expert_count", "is set; mixtures of experts are not supported")
-    num_layers = fields.integer("block_count", low=1, high=MAX_LAYERS)
-    hidden = fields.integer("embedding_length", low=1, high=MAX_HIDDEN)
-    num_heads = fields.integer("attention.head_count", low=1, high=MAX_HEADS)
-    head_dim = fields.integer("attention.key_length", hidden // num_heads, low=1, high=MAX_HEAD_DIM)
+    num_layers = fields.integer("block_count", low=1, high=checks.MAX_LAYERS)
+    hidden = fields.integer("embedding_length", low=1, high=checks.MAX_HIDDEN)
+    num_heads = fields.integer("attention.head_count", low=1, high=checks.MAX_HEADS)
+    head_dim = fields.integer("attention.key_length", hidden // num_heads, low=1, high=checks.MAX_HEAD_DIM)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("attention.value_length", f"differs from the key length {head_dim}")
-    max_position = fields.integer("context_length", low=1, high=MAX_POSITION)
-    window = fields.optional_integer("attention.sliding_window", low=0, high=MAX_POSITION)
+    max_position = fields.integer("context_length", low=1, high=checks.MAX_POSITION)
+    window = fields.optional_integer("attention.sliding_window", low=0, high=checks.MAX_POSITION)
     groups = (KVGroupSpec(layers=tuple(range(num_layers)), window=window),) if window else ()
     spec = DecoderSpec(
         family=family.name,
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=fields.integer("feed_forward_length", low=1, high=MAX_HIDDEN * 16),
+        intermediate_size=fields.integer("feed_forward_length", low=1, high=checks.MAX_HIDDEN * 16),
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads, low=1, high=num_heads),
         head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", num_tokens, low=num_tokens, high=MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size", num_tokens, low=num_tokens, high=checks.MAX_VOCAB),
         max_position=max_position,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
         rope=_rope(fields, file, head_dim, max_position, family.gguf_interleaved),
@@ -232,7 +187,7 @@ def _spec(
         eos_token_ids=eos_token_ids,
         bos_token_id=general.optional_integer("tokenizer.ggml.bos_token_id"),
     )
-    check_spec(spec, file.name)
+    checks.check_spec(spec, file.name)
     return spec
 
 
@@ -240,29 +195,27 @@ def _rope(fields: Fields, file: GGUFFile, head_dim: int, max_position: int, inte
     """Return the rope of a GGUF file. Its llama3 scaling is a tensor of factors that divide the frequencies."""
     rope = RopeSpec(
         theta=fields.number("rope.freq_base", 10000.0, high=1e15),
-        rotary_dim=fields.integer("rope.dimension_count", head_dim, low=2, high=MAX_HEAD_DIM),
+        rotary_dim=fields.integer("rope.dimension_count", head_dim, low=2, high=checks.MAX_HEAD_DIM),
         interleaved=interleaved,
         frequency_factors=_frequency_factors(file),
     )
-    kind = fields.text("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
+    default = "linear" if "rope.scale_linear" in fields else "none"
+    kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn"), default)
     if kind == "none":
         return rope
-    if kind not in ("linear", "yarn"):
-        raise fields.error("rope.scaling.type", f"is {kind!r}; supported are none, linear, yarn")
     legacy = fields.number("rope.scale_linear", 1.0, high=1e6)
     factor = fields.number("rope.scaling.factor", legacy, high=1e6)
-    named: Literal["linear", "yarn"] = "yarn" if kind == "yarn" else "linear"
-    if named == "linear":
-        return replace(rope, kind=named, factor=factor)
+    if kind == "linear":
+        return replace(rope, kind="linear", factor=factor)
     attention = fields.optional_number("rope.scaling.attn_factor", high=1e6)
     if attention is not None:
         # In GGUF this multiplies YaRN's own temperature; in RopeSpec, as in config.json, it replaces it.
         attention *= 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return replace(
         rope,
-        kind=named,
+        kind="yarn",
         factor=factor,
-        original_max_position=fields.integer(_ORIGINAL_CONTEXT, max_position, low=1, high=MAX_POSITION),
+        original_max_position=fields.integer(_ORIGINAL_CONTEXT, max_position, low=1, high=checks.MAX_POSITION),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, high=1e6),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, high=1e6),
         attention_factor=attention,
@@ -273,6 +226,6 @@ def _frequency_factors(file: GGUFFile) -> tuple[float, ...]:
     info = file.tensors.get(_ROPE_FREQUENCIES)
     if info is None:
         return ()
-    if info.format != "f32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
+    if info.format != "f32" or len(info.shape) != 1 or info.shape[0] > checks.MAX_HEAD_DIM:
         raise ModelFileError(f"{file.name}: tensor {info.name} is not a short vector of type F32")
     return tuple(float(factor) for factor in file.read(info).view(np.float32))

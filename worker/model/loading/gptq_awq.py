@@ -12,12 +12,14 @@ In both, value = (code - zero) * scale. Zero and scale belong to `group_size` co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from shared.errors import ModelFileError
-from worker.model.loading.checkpoint import QuantizedModule, Stored, factors_of, need
+from worker.model.loading.checkpoint import QuantizedModule, factors_of, need
 from worker.model.loading.fields import Fields, readable
+from worker.model.loading.safetensors_reader import Stored
 from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
 
 _SCALES = ("F16", "BF16", "F32")
@@ -57,10 +59,44 @@ def _group_size(config: Fields) -> int:
     return max(size, 0)
 
 
-def _num_groups(num_inputs: int, group: int, module: str) -> int:
-    if num_inputs % group:
-        raise ModelFileError(f"{readable(module)}: {num_inputs} inputs are not a whole number of groups of {group}")
-    return num_inputs // group
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """The tensors that form a weight of [num_inputs, num_outputs] values, and the number of inputs in a group.
+
+    A word holds word_rows inputs or word_cols outputs of the codes, and word_zeros outputs of the zero points.
+    """
+
+    codes: Stored
+    zeros: Stored
+    scales: Stored
+    num_inputs: int
+    num_outputs: int
+    group: int
+
+    @staticmethod
+    def find(
+        name: str,
+        tensors: Mapping[str, Stored],
+        group: int,
+        *,
+        word_rows: int,
+        word_cols: int,
+        word_zeros: int,
+    ) -> _Packed:
+        """Find the tensors of a module. Raises ModelFileError if one is missing or misshapen."""
+        codes = need(name, tensors, "qweight", ("I32",))
+        if len(codes.shape) != 2 or codes.shape[1] * word_cols % word_zeros or not all(codes.shape):
+            raise ModelFileError(
+                f"tensor {readable(name)}.qweight has the shape {codes.shape}, which is not a packed matrix"
+            )
+        num_inputs, num_outputs = codes.shape[0] * word_rows, codes.shape[1] * word_cols
+        group = group or num_inputs
+        if num_inputs % group:
+            raise ModelFileError(f"{readable(name)}: {num_inputs} inputs are not a whole number of groups of {group}")
+        groups = num_inputs // group
+        zeros = need(name, tensors, "qzeros", ("I32",), (groups, num_outputs // word_zeros))
+        scales = need(name, tensors, "scales", _SCALES, (groups, num_outputs))
+        return _Packed(codes, zeros, scales, num_inputs, num_outputs, group)
 
 
 class GPTQ:
@@ -71,40 +107,29 @@ class GPTQ:
         if self._bits not in (4, 8):
             raise config.error("bits", f"is {self._bits}; supported are 4, 8")
         self._group = _group_size(config)
-        version = config.text("checkpoint_format", "gptq")
-        if version not in ("gptq", "gptq_v2"):
-            raise config.error("checkpoint_format", f"is {version[:80]!r}; supported are gptq, gptq_v2")
-        self._zero_offset = 1 if version == "gptq" else 0
+        self._zero_offset = 1 if config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
     def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
         """See QuantizedCheckpoint."""
         if "qweight" not in tensors:
             return None
         in_word = 32 // self._bits
-        qweight = need(name, tensors, "qweight", ("I32",))
-        if len(qweight.shape) != 2 or qweight.shape[1] % in_word or not all(qweight.shape):
-            raise ModelFileError(
-                f"tensor {readable(name)}.qweight has the shape {qweight.shape}, which is not a packed matrix"
-            )
-        num_inputs, num_outputs = qweight.shape[0] * in_word, qweight.shape[1]
-        group = self._group or num_inputs
-        groups = _num_groups(num_inputs, group, name)
-        qzeros = need(name, tensors, "qzeros", ("I32",), (groups, num_outputs // in_word))
-        scales = need(name, tensors, "scales", _SCALES, (groups, num_outputs))
+        packed = _Packed.find(name, tensors, self._group, word_rows=in_word, word_cols=1, word_zeros=in_word)
+        num_inputs, num_outputs, group = packed.num_inputs, packed.num_outputs, packed.group
         order = need(name, tensors, "g_idx", ("I32",), (num_inputs,)) if "g_idx" in tensors else None
 
         def read(rows: slice | None, cols: slice | None) -> RawWeight:
             start, stop = bounds(rows, num_outputs)
             columns = None if order is None else _sorted_columns(order.read(), group, name)
-            codes = unpack_words(qweight.read()[:, start:stop].T, self._bits)
+            codes = unpack_words(packed.codes.read()[:, start:stop].T, self._bits)
             if columns is not None:
                 codes = codes[:, columns]
-            zeros = unpack_words(qzeros.read(), self._bits)[:, start:stop].T.to(torch.int32) + self._zero_offset
-            weight = _weight(codes, zeros, factors_of(scales)[:, start:stop].T, self._bits, group, columns)
+            zeros = unpack_words(packed.zeros.read(), self._bits)[:, start:stop].T.to(torch.int32) + self._zero_offset
+            weight = _weight(codes, zeros, factors_of(packed.scales)[:, start:stop].T, self._bits, group, columns)
             return slice_columns(weight, cols)
 
         leaves = frozenset({"qweight", "qzeros", "scales", "g_idx"})
-        return QuantizedModule((num_outputs, num_inputs), leaves, read)
+        return QuantizedModule(shape=(num_outputs, num_inputs), leaves=leaves, read=read)
 
 
 def _sorted_columns(group_of: torch.Tensor, group: int, module: str) -> torch.Tensor | None:
@@ -125,9 +150,7 @@ class AWQ:
         bits = config.integer("bits", low=1, high=32)
         if bits != 4:
             raise config.error("bits", f"is {bits}; 4 is supported")
-        version = config.text("version", "gemm").lower()
-        if version != "gemm":
-            raise config.error("version", f"is {version[:80]!r}; supported is gemm")
+        config.choice("version", ("gemm", "GEMM"), "gemm")
         if not config.boolean("zero_point", True):
             raise config.error("zero_point", "is false; only checkpoints with zero points are supported")
         self._group = _group_size(config)
@@ -136,29 +159,22 @@ class AWQ:
         """See QuantizedCheckpoint."""
         if "qweight" not in tensors:
             return None
-        qweight = need(name, tensors, "qweight", ("I32",))
-        if len(qweight.shape) != 2 or not all(qweight.shape):
-            raise ModelFileError(
-                f"tensor {readable(name)}.qweight has the shape {qweight.shape}, which is not a packed matrix"
-            )
-        num_inputs, num_outputs = qweight.shape[0], qweight.shape[1] * 8
-        group = self._group or num_inputs
-        groups = _num_groups(num_inputs, group, name)
-        qzeros = need(name, tensors, "qzeros", ("I32",), (groups, num_outputs // 8))
-        scales = need(name, tensors, "scales", _SCALES, (groups, num_outputs))
+        packed = _Packed.find(name, tensors, self._group, word_rows=1, word_cols=8, word_zeros=8)
+        num_inputs, group = packed.num_inputs, packed.group
 
         def read(rows: slice | None, cols: slice | None) -> RawWeight:
             inputs = slice(*bounds(cols, num_inputs))
             if inputs.start % group or inputs.stop % group:  # cut within a group: made dense below
                 inputs = slice(0, num_inputs)
             of_groups = slice(inputs.start // group, inputs.stop // group)
-            codes = _awq_codes(qweight.read(inputs))
-            zeros = _awq_codes(qzeros.read(of_groups))
-            weight = _weight(codes, zeros, factors_of(scales, of_groups).T, 4, group, None)
+            codes = _awq_codes(packed.codes.read(inputs))
+            zeros = _awq_codes(packed.zeros.read(of_groups))
+            weight = _weight(codes, zeros, factors_of(packed.scales, of_groups).T, 4, group, None)
             weight = slice_rows(weight, rows)
             return weight if inputs == slice(*bounds(cols, num_inputs)) else slice_columns(weight, cols)
 
-        return QuantizedModule((num_outputs, num_inputs), frozenset({"qweight", "qzeros", "scales"}), read)
+        leaves = frozenset({"qweight", "qzeros", "scales"})
+        return QuantizedModule(shape=(packed.num_outputs, num_inputs), leaves=leaves, read=read)
 
 
 def _awq_codes(words: torch.Tensor) -> torch.Tensor:

@@ -9,16 +9,8 @@ from typing import Literal
 from shared.errors import ModelFileError
 from worker.kv.geometry import KVGroupSpec
 from worker.model.families import BY_MODEL_TYPE, Family
+from worker.model.loading import checks
 from worker.model.loading.checkpoint import QuantizedCheckpoint
-from worker.model.loading.checks import (
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_HIDDEN,
-    MAX_LAYERS,
-    MAX_POSITION,
-    MAX_VOCAB,
-    check_spec,
-)
 from worker.model.loading.eight_bit import FP8, CompressedTensors
 from worker.model.loading.fields import Fields, shown
 from worker.model.loading.gptq_awq import AWQ, GPTQ
@@ -66,25 +58,23 @@ def spec_from_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> DecoderS
         ModelFileError: The family is not supported, or a key is missing or invalid.
     """
     family = _family(fields)
-    num_layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
-    hidden = fields.integer("hidden_size", low=1, high=MAX_HIDDEN)
-    num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
-    head_dim = fields.integer("head_dim", hidden // num_heads, low=1, high=MAX_HEAD_DIM)
-    max_position = fields.integer("max_position_embeddings", low=1, high=MAX_POSITION)
-    activation = fields.text("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise fields.error("hidden_act", f"is {activation[:80]!r}; supported are {', '.join(_ACTIVATIONS)}")
+    num_layers = fields.integer("num_hidden_layers", low=1, high=checks.MAX_LAYERS)
+    hidden = fields.integer("hidden_size", low=1, high=checks.MAX_HIDDEN)
+    num_heads = fields.integer("num_attention_heads", low=1, high=checks.MAX_HEADS)
+    head_dim = fields.integer("head_dim", hidden // num_heads, low=1, high=checks.MAX_HEAD_DIM)
+    max_position = fields.integer("max_position_embeddings", low=1, high=checks.MAX_POSITION)
+    activation = fields.choice("hidden_act", _ACTIVATIONS, "silu")
     bos = token_ids(fields, "bos_token_id")
     bias = not family.qkv_bias and fields.boolean("attention_bias", False)
     spec = DecoderSpec(
         family=family.name,
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", low=1, high=MAX_HIDDEN * 16),
+        intermediate_size=fields.integer("intermediate_size", low=1, high=checks.MAX_HIDDEN * 16),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads, low=1, high=num_heads),
         head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", low=1, high=MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size", low=1, high=checks.MAX_VOCAB),
         max_position=max_position,
         norm_eps=fields.number("rms_norm_eps", high=1.0),
         rope=rope_from_config(fields, head_dim, max_position),
@@ -98,7 +88,7 @@ def spec_from_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> DecoderS
         eos_token_ids=eos_token_ids,
         bos_token_id=bos[0] if bos else None,
     )
-    check_spec(spec, fields.where.rstrip(": "))
+    checks.check_spec(spec, fields.where.rstrip(": "))
     return spec
 
 
@@ -107,7 +97,7 @@ def token_ids(fields: Fields, key: str) -> list[int]:
     value = fields.raw(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     for one in values:
-        if type(one) is not int or not 0 <= one < MAX_VOCAB:
+        if type(one) is not int or not 0 <= one < checks.MAX_VOCAB:
             raise fields.error(key, f"is {shown(value)}; a token id or a list of them is needed")
     return values
 
@@ -116,23 +106,19 @@ def _family(fields: Fields) -> Family:
     if "auto_map" in fields:
         raise fields.error("auto_map", "asks for code from the model's folder to be executed, which Pelton never does")
     quantization_of(fields)
-    model_type = fields.text("model_type")
-    family = BY_MODEL_TYPE.get(model_type)
-    if family is None:
-        raise fields.error("model_type", f"is {model_type[:80]!r}; supported are {', '.join(BY_MODEL_TYPE)}")
-    return family
+    return BY_MODEL_TYPE[fields.choice("model_type", BY_MODEL_TYPE)]
 
 
 def _kv_groups(fields: Fields, family: Family, num_layers: int, max_position: int) -> tuple[KVGroupSpec, ...]:
     """Return the layers with and without a sliding window. A window as long as the context does not count."""
-    window = fields.optional_integer("sliding_window", low=0, high=MAX_POSITION)
+    window = fields.optional_integer("sliding_window", low=0, high=checks.MAX_POSITION)
     uses = fields.boolean("use_sliding_window", family.window_by_default)
     if not window or not uses or window >= max_position:
         return ()
     types = fields.raw("layer_types")
     if types is None:
         # Families with the switch apply the window from layer max_window_layers upwards.
-        first = 0 if family.window_by_default else fields.integer("max_window_layers", 0, high=MAX_LAYERS)
+        first = 0 if family.window_by_default else fields.integer("max_window_layers", 0, high=checks.MAX_LAYERS)
         types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or not all(one in known for one in types):
@@ -163,7 +149,8 @@ def rope_from_config(fields: Fields, head_dim: int, max_position: int) -> RopeSp
     partial_at = scaling if "partial_rotary_factor" in scaling else fields
     partial = partial_at.number("partial_rotary_factor", 1.0, high=1.0)
     rope = RopeSpec(
-        theta=theta_at.number("rope_theta", 10000.0, high=1e15), rotary_dim=min(int(head_dim * partial), MAX_HEAD_DIM)
+        theta=theta_at.number("rope_theta", 10000.0, high=1e15),
+        rotary_dim=min(int(head_dim * partial), checks.MAX_HEAD_DIM),
     )
     if "full_attention" in scaling or "sliding_attention" in scaling:
         raise fields.error(key, "differs between kinds of layers, which is not supported")
@@ -172,7 +159,7 @@ def rope_from_config(fields: Fields, head_dim: int, max_position: int) -> RopeSp
         return rope
     if kind == "linear":
         return replace(rope, kind="linear", factor=scaling.number("factor", high=_MAX_FACTOR))
-    original = scaling.integer(_ORIGINAL, max_position, low=1, high=MAX_POSITION)
+    original = scaling.integer(_ORIGINAL, max_position, low=1, high=checks.MAX_POSITION)
     if kind == "dynamic":
         factor = scaling.number("factor", high=_MAX_FACTOR)
         return replace(rope, kind="dynamic", factor=factor, original_max_position=original)
@@ -194,7 +181,7 @@ def _llama3(scaling: Fields, rope: RopeSpec) -> RopeSpec:
         factor=scaling.number("factor", high=_MAX_FACTOR),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position=scaling.integer(_ORIGINAL, low=1, high=MAX_POSITION),
+        original_max_position=scaling.integer(_ORIGINAL, low=1, high=checks.MAX_POSITION),
     )
 
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shared.errors import ModelFileError
 from worker.model.families import hf_names
 from worker.model.loading.bundle import united
-from worker.model.loading.checkpoint import (
-    Checkpoint,
-    QuantizedCheckpoint,
-    QuantizedModule,
-    Stored,
-    find_modules,
-    open_checkpoint,
-    read_index,
-)
+from worker.model.loading.checkpoint import Checkpoint, QuantizedCheckpoint, find_modules, open_checkpoint, read_index
 from worker.model.loading.checks import check_tensors
 from worker.model.loading.fields import Fields, parse_object, read_bounded, read_json_object
 from worker.model.loading.hf_config import quantization_of, spec_from_config, token_ids
 from worker.model.loading.hf_text import read_text_side
-from worker.model.loading.model_files import ModelFiles, WeightSource, model_hash
+from worker.model.loading.model_files import FileWeights, ModelFiles, StoredWeight, WeightSource, model_hash
+from worker.model.loading.safetensors_reader import Stored
 from worker.model.spec import DecoderSpec
-from worker.quant.raw_weight import RawWeight, slice_columns
+from worker.quant.raw_weight import slice_columns
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
@@ -32,36 +24,6 @@ _MAX_CONFIG = 1 << 24
 _CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")
 """Scales that quantized checkpoints propose for the key and value caches, which have scales of their own."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-
-
-class SafetensorsWeights(WeightSource):
-    """Weights of an opened checkpoint, by canonical name."""
-
-    def __init__(self, checkpoint: Checkpoint, tensors: Mapping[str, Stored | QuantizedModule]) -> None:
-        self._checkpoint = checkpoint
-        self._tensors = tensors
-
-    def names(self) -> Iterable[str]:
-        """Return all canonical names."""
-        return self._tensors.keys()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self._tensors[name].shape
-
-    def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
-        """Read a tensor or a slice of it; see WeightSource."""
-        tensor = self._tensors[name]
-        if isinstance(tensor, QuantizedModule):
-            return tensor.read(rows, cols)
-        return slice_columns(tensor.file.read_rows(tensor.tensor, rows), cols)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._checkpoint.close()
 
 
 def has_weights(folder: Path) -> bool:
@@ -105,27 +67,31 @@ def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
 
 def _weights(
     checkpoint: Checkpoint, spec: DecoderSpec, quantization: QuantizedCheckpoint | None, where: str
-) -> SafetensorsWeights:
+) -> WeightSource:
     """Return the needed tensors by canonical name. Raises ModelFileError if the files do not contain exactly those."""
     modules, tensors = find_modules(checkpoint.tensors, quantization)
-    found: dict[str, Stored | QuantizedModule] = {**tensors, **modules}
+    found: dict[str, Stored | StoredWeight] = {**tensors, **modules}
     shapes = {name: tensor.shape for name, tensor in found.items()}
 
     def ignored(name: str) -> bool:
         if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in modules:
             # GPTQ's first tools gave every layer a bias, which is 0 if the model has none.
-            return not tensors[name].file.read_rows(tensors[name].tensor, None).data.any()
+            return not tensors[name].read_rows().data.any()
         if quantization is not None and name.endswith(_CACHE_SCALES):
             return True
         # Rope tables, and the head if it is the embedding.
         return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")
 
     names = check_tensors(spec, hf_names(spec.num_layers), shapes, ignored, where)
-    needed = {canonical: found[name] for canonical, name in names.items()}
-    for tensor in needed.values():
-        if isinstance(tensor, Stored):
-            tensor.file.format_of(tensor.tensor)  # raises for an unusable type, before any tensor is read
-    return SafetensorsWeights(checkpoint, needed)
+    weights = {canonical: _weight(found[name]) for canonical, name in names.items()}
+    return FileWeights(weights, checkpoint.close)
+
+
+def _weight(found: Stored | StoredWeight) -> StoredWeight:
+    """Return a reader of a weight. Raises ModelFileError for an unusable type, before any tensor is read."""
+    if isinstance(found, StoredWeight) or not found.format:
+        return found
+    return StoredWeight(shape=found.shape, read=lambda rows, cols: slice_columns(found.read_rows(rows), cols))
 
 
 def _open_weights(folder: Path) -> Checkpoint:

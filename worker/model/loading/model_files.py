@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,44 @@ class WeightSource(ABC):
         """Close the files. Weights that were read remain valid."""
 
     def __contains__(self, name: str) -> bool:
-        return name in set(self.names())
+        return name in self.names()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """A weight in a file.
+
+    Attributes:
+        shape: Its shape.
+        read: Function from rows and cols to the slice; see WeightSource.get.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[slice | None, slice | None], RawWeight]
+
+
+class FileWeights(WeightSource):
+    """Weights of open files, by canonical name."""
+
+    def __init__(self, weights: Mapping[str, StoredWeight], close: Callable[[], None]) -> None:
+        self._weights = weights
+        self._close = close
+
+    def names(self) -> Iterable[str]:
+        """Return all canonical names."""
+        return self._weights.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight."""
+        return self._weights[name].shape
+
+    def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
+        """Read a weight or a slice of it; see WeightSource."""
+        return self._weights[name].read(rows, cols)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,7 +197,7 @@ def test_scales_that_make_no_numbers_are_refused(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**FP8_STATIC, "fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'; supported is e4m3"),
+        ({**FP8_STATIC, "fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'; supported are e4m3"),
         ({**FP8_STATIC, "activation_scheme": "odd"}, "activation_scheme is 'odd'"),
         ({**FP8_BLOCKS, "activation_scheme": "static"}, "is static beside weight_block_size"),
         ({**FP8_BLOCKS, "weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]; two positive numbers"),

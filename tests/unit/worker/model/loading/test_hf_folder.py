@@ -351,7 +351,7 @@ def test_code_of_the_folder_is_refused(tmp_path: Path) -> None:
         ("tokenizer_config.json", "nope", "tokenizer_config.json: is not valid JSON"),
         ("tokenizer_config.json", '{"chat_template": 7}', "tokenizer_config.json: chat_template is 7"),
         ("tokenizer.json", "{}", "tokenizer.json: the tokenizer cannot be used"),
-        ("model.safetensors", "{}", "model.safetensors: is too short"),
+        ("model.safetensors", "{}", "model.safetensors: is not a safetensors file or is incomplete"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
