@@ -37,7 +37,7 @@ from shared.settings import WorkerSettings
 from worker.__main__ import build_engine
 from worker.engine import Engine
 from worker.executor.build import BuiltExecutor, make_rows
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.executor import LocalExecutor, StepHandle
 from worker.executor.model_runner import Model, ModelRunner, PageStorage
 from worker.model.forward_batch import ForwardBatch
@@ -132,7 +132,7 @@ def timed_executor(
 
     The settings must have the max_model_len and num_kv_pages of `kv`.
     """
-    device = CpuDevice()
+    device = Device()
     rows = make_rows(settings, settings.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
     sampler = TimedSampler(rows.sampling, ops)
     sampler.clock = clock

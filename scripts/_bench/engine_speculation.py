@@ -23,7 +23,7 @@ from shared.messages import Bundle
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.executor.build import BuiltExecutor, make_runner
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.draft_files import open_draft
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models, load_decoder
@@ -189,7 +189,7 @@ def open_loops(
 def _executor(settings: WorkerSettings, files: ModelFiles, models: Models, ops: SamplingOps) -> BuiltExecutor:
     assert settings.max_model_len is not None
     plan = KVPlan(settings.num_kv_pages, settings.max_model_len)
-    runner = make_runner(settings, models, plan, ops, CpuDevice())
+    runner = make_runner(settings, models, plan, ops, Device())
     return local_executor(settings, runner.launch, len(files.spec.kv_groups), runner.draft_max_len)
 
 

@@ -22,7 +22,7 @@ from kernels.backends.cpu_sampling import CpuSamplingOps
 from scripts._bench.measurements import Goal
 from scripts.ceiling import Ceiling, Matrices, best, fastest_seconds, time_kernels
 from shared.sampling_params import SamplingParams
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.request_rows import RequestRows
 from worker.plan import NewRow, ScheduledTokens, StepPlan
 from worker.sampling.sampler import Sampler
@@ -194,7 +194,7 @@ class SampledBatch:
             page_size=16,
             num_groups=1,
             vocab_size=vocab,
-            device=CpuDevice(),
+            device=Device(),
         )
         self._sampler = Sampler(self._rows.sampling, ops)
         self._logits = logits

@@ -15,8 +15,9 @@ from kernels.ops.attention.kv_pages import KVFormat
 from kernels.ops.step_inputs.reference import ReferenceStepOps
 from shared.messages import Submit
 from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.late_device import LateDevice
 from tests.fakes.weights import MemoryWeights
-from worker.executor.device import CpuDevice, open_device
+from worker.executor.device import Device, open_device
 from worker.executor.draft_model import DraftModel, PlanRunner
 from worker.executor.executor import LocalExecutor
 from worker.executor.model_runner import ModelRunner
@@ -117,7 +118,7 @@ class TinyServer(Harness):
         )
         monkeypatch.setattr(worker.executor.request_rows, "step_ops", step_ops)
         config, page_size = self.scheduler.config, self.kv.page_size
-        self.device = CpuDevice(late=late) if device.type == "cpu" else open_device(device)
+        self.device = LateDevice() if late else Device() if device.type == "cpu" else open_device(device)
 
         storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device, kv_format=kv_format)
         rows = RequestRows(

@@ -1,4 +1,4 @@
-"""The worker's CUDA device; tests without a GPU use its stand-in (worker/executor/late.py)."""
+"""The worker's CUDA device; tests without a GPU use its stand-in (tests/fakes/late_device.py)."""
 
 from __future__ import annotations
 

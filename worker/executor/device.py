@@ -1,7 +1,7 @@
 """The device interface of the runners: copies, a second stream, graphs and memory statistics.
 
 Work is enqueued and executed in order while the host continues. This is the only module of the worker that names
-torch.cuda, so tests without a GPU run the same code as a GPU does.
+torch.cuda. Tests without a GPU use a device that is as asynchronous as a GPU (tests/fakes/late_device.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
-
-from worker.executor.late import LateDownload, LateGraph, Uploads
 
 Out = TypeVar("Out", covariant=True)
 T = TypeVar("T")
@@ -35,11 +33,9 @@ class Download(Protocol):
 
     def done(self) -> bool:
         """Return True if `wait` would return immediately."""
-        ...
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors on the host. They belong to the caller. May be called once."""
-        ...
 
 
 class Graph(Protocol[Out]):
@@ -48,15 +44,13 @@ class Graph(Protocol[Out]):
     @property
     def outputs(self) -> Out:
         """Outputs, valid after `replay` until the next replay of any graph of the device."""
-        ...
 
     def replay(self) -> Out:
         """Enqueue the work again, on the same memory, and return `outputs`."""
-        ...
 
 
-class Device(Protocol):
-    """A device that executes the work enqueued by torch and Triton.
+class Device:
+    """A device that executes the work enqueued by torch and Triton; this class, at once on the CPU.
 
     Attributes:
         torch_device: Device of the tensors.
@@ -64,24 +58,24 @@ class Device(Protocol):
         captures: True if replaying graphs is faster than enqueuing kernels.
     """
 
-    torch_device: torch.device
-    depth: int
-    captures: bool
+    torch_device = torch.device("cpu")
+    depth = 1
+    captures = False
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate an uninitialized host buffer from which `upload` copies asynchronously. Allocate once and reuse."""
-        ...
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
         """Enqueue target <- host. Do not modify `host` until a `download` enqueued later has been waited for."""
-        ...
+        target.copy_(host)
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
         """Copy to the host what the work enqueued so far leaves in the tensors, concurrently with later work.
 
         Later work must not write to the tensors: pass results, not buffers that the next step reuses.
         """
-        ...
+        return _CompletedDownload(tuple(tensor.clone() for tensor in tensors))
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
         """Run the function once and record the work it enqueues.
@@ -93,98 +87,32 @@ class Device(Protocol):
             CaptureError: The work cannot be captured.
             OutOfMemory: The memory of the device is exhausted.
         """
-        ...
+        raise CaptureError("the CPU has no graphs")
 
     def synchronize(self) -> None:
         """Wait for all enqueued work."""
-        ...
 
     def free_bytes(self) -> int:
         """Return the unallocated memory. Memory cached by torch counts as allocated."""
-        ...
-
-    def total_bytes(self) -> int:
-        """Return the memory size of the device."""
-        ...
-
-    def allocated_bytes(self) -> int:
-        """Return the memory used by tensors, or 0 if it is not counted."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """Return the maximum memory used by tensors since `reset_peak`, or 0 if it is not counted."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Reset the maximum returned by `peak_bytes`."""
-        ...
-
-    def release_cached(self) -> None:
-        """Return the memory cached by torch to the driver."""
-        ...
-
-
-class CpuDevice:
-    """Synchronous execution on the CPU.
-
-    Args:
-        late: Behave like the slowest permitted GPU; for tests. Downloads read their tensors in `wait`, uploads check
-            that the host buffer has not changed by then, and graphs check that they use the memory they were captured
-            with (worker/executor/late.py). Misuse raises, or yields wrong results as it does on a GPU.
-    """
-
-    def __init__(self, *, late: bool = False) -> None:
-        self.torch_device = torch.device("cpu")
-        self.depth = 2 if late else 1
-        self.captures = late
-        self._uploads = Uploads() if late else None
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate ordinary memory."""
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy immediately."""
-        target.copy_(host)
-        if self._uploads is not None:
-            self._uploads.add(host)
-
-    def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """Copy immediately, or in `wait` if the device is late."""
-        if self._uploads is not None:
-            return LateDownload(tensors, self._uploads.take())
-        return _CompletedDownload(tuple(tensor.clone() for tensor in tensors))
-
-    def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """Return a graph that calls the function on each replay."""
-        return LateGraph(run)
-
-    def synchronize(self) -> None:
-        """Check the pending uploads of a late device."""
-        if self._uploads is not None:
-            self._uploads.take().check()
-
-    def free_bytes(self) -> int:
-        """Return the memory available on the host, or to its control group if that is less."""
         return free_host_memory()
 
     def total_bytes(self) -> int:
-        """Return the memory size of the host."""
+        """Return the memory size of the device."""
         return _read_meminfo(Path("/proc/meminfo"), "MemTotal:")
 
     def allocated_bytes(self) -> int:
-        """Return 0: not counted."""
+        """Return the memory used by tensors, or 0 if it is not counted."""
         return 0
 
     def peak_bytes(self) -> int:
-        """Return 0: not counted."""
+        """Return the maximum memory used by tensors since `reset_peak`, or 0 if it is not counted."""
         return 0
 
     def reset_peak(self) -> None:
-        """Do nothing: not counted."""
+        """Reset the maximum returned by `peak_bytes`."""
 
     def release_cached(self) -> None:
-        """Do nothing: torch caches no host memory."""
+        """Return the memory cached by torch to the driver."""
 
 
 class _CompletedDownload:
@@ -198,13 +126,14 @@ class _CompletedDownload:
         return self._tensors
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One GPU (CUDA or ROCm). Work uses the current stream of the calling thread; downloads use a second stream."""
+
+    depth = 2
+    captures = True
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self.depth = 2
-        self.captures = True
         torch.cuda.set_device(torch_device)
         self._download_stream = torch.cuda.Stream(torch_device)
         self._capture_stream = torch.cuda.Stream(torch_device)
@@ -339,7 +268,7 @@ def gpu_multiplies_bfloat16() -> bool:
 
 def open_device(torch_device: torch.device) -> Device:
     """Return the Device of a torch device."""
-    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()
+    return CudaDevice(torch_device) if torch_device.type == "cuda" else Device()
 
 
 def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -3,7 +3,8 @@
 import torch
 
 from kernels.backends.reference import SamplingOps
-from worker.executor.device import CpuDevice
+from tests.fakes.late_device import LateDevice
+from worker.executor.device import Device
 from worker.executor.model_runner import ModelRunner
 from worker.executor.request_rows import RequestRows
 from worker.sampling.sampler import Sampler
@@ -64,7 +65,7 @@ class FakeDecoder:
 
 def make_runner(max_num_seqs=4, max_model_len=64, num_pages=64, late=False):
     """Return (runner, decoder, rows, kv), on a late device if `late` is set."""
-    device = CpuDevice(late=late)
+    device = LateDevice() if late else Device()
     rows = RequestRows(
         max_num_seqs=max_num_seqs,
         max_num_tokens=1024,

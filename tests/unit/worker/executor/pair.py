@@ -10,8 +10,9 @@ import worker.model.linear
 from kernels.backends.reference import DecoderOps, SamplingOps
 from kernels.ops.step_inputs.reference import ReferenceStepOps
 from shared.sampling_params import SamplingParams
+from tests.fakes.late_device import LateDevice
 from tests.fakes.tiny_server import MAX_MODEL_LEN, tiny_spec, tiny_weights
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.draft_model import DraftModel, PlanRunner
 from worker.executor.model_runner import ModelRunner
 from worker.executor.request_rows import RequestRows
@@ -54,7 +55,7 @@ class Pair:
     """
 
     def __init__(self, target: Decoder, draft: Decoder | None = None, *, late: bool = False, max_len=MAX_MODEL_LEN):
-        self.device = CpuDevice(late=late)
+        self.device = LateDevice() if late else Device()
         groups = len(target.spec.kv_groups)
         self.rows = RequestRows(
             max_num_seqs=5,

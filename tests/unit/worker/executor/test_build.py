@@ -14,11 +14,11 @@ import torch
 from kernels.backends.select import sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
+from tests.fakes.late_device import LateDevice
 from tests.fakes.processes import alive
 from tests.unit.worker.executor.prompts import PROMPTS, prefill_plan, settings_maker
 from worker.executor import build, models, resolve
 from worker.executor.build import build_executor
-from worker.executor.device import CpuDevice
 from worker.executor.executor import ExecutorError
 from worker.executor.profile import measure_step
 from worker.executor.ranks import RankGroup, check_parallel_size
@@ -235,7 +235,7 @@ def test_the_profile_run_uses_the_real_runner(settings, tiny_folder, tokens, seq
     resolve.prepare_process(config)
     files = open_model(str(tiny_folder), Path("/nonexistent"))
     ops = sampling_ops(torch.device("cpu"), 1)
-    device = CpuDevice(late=True)
+    device = LateDevice()
     loaded = models.load_models(config, files, None, device, ParallelContext())
     pages = []
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.executor.device import CpuDevice, open_device
-from worker.executor.late import Misuse
+from tests.fakes.late_device import LateDevice, Misuse
+from worker.executor.device import Device, open_device
 
 WORKER = Path(__file__).parents[4] / "worker"
 
@@ -24,7 +24,7 @@ def test_a_download_is_a_copy():
 
 
 def test_a_late_download_shows_what_later_work_wrote():
-    device = CpuDevice(late=True)
+    device = LateDevice()
     source = torch.arange(4)
     download = device.download([source])
     assert not download.done()
@@ -34,7 +34,7 @@ def test_a_late_download_shows_what_later_work_wrote():
 
 
 def test_a_host_buffer_is_busy_until_a_later_download_arrived():
-    device = CpuDevice(late=True)
+    device = LateDevice()
     host, target = device.pinned((3,), torch.int32), torch.zeros(3, dtype=torch.int32)
     host.fill_(1)
     device.upload(host, target)
@@ -52,9 +52,8 @@ def test_a_host_buffer_is_busy_until_a_later_download_arrived():
         device.synchronize()
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_graph_works_on_the_memory_it_was_captured_with(late: bool):
-    device = CpuDevice(late=late)
+def test_a_graph_works_on_the_memory_it_was_captured_with():
+    device = LateDevice()
     x, out = torch.ones(3), torch.zeros(3)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +71,7 @@ def test_a_graph_works_on_the_memory_it_was_captured_with(late: bool):
 
 
 def test_a_graph_refuses_other_memory_and_reads_on_the_host():
-    device = CpuDevice(late=True)
+    device = LateDevice()
     inputs = {"x": torch.ones(3)}
     graph = device.capture(lambda: inputs["x"] * 2)
     kept, inputs["x"] = inputs["x"], torch.ones(3)
@@ -91,7 +90,7 @@ def test_no_other_module_of_the_worker_names_torch_cuda():
 
 
 def test_memory_figures_of_the_host():
-    device = CpuDevice()
+    device = Device()
     assert 0 < device.free_bytes() <= device.total_bytes()
     device.reset_peak()
     assert device.peak_bytes() == 0

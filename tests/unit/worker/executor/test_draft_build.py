@@ -14,10 +14,11 @@ from kernels.common.cpu import bf16
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
+from tests.fakes.late_device import LateDevice
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
 from tests.unit.worker.executor.prompts import PROMPTS, prefill_plan, settings_maker
 from worker.executor import build, models, resolve
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.draft_files import open_draft
 from worker.executor.memory import weights_must_fit
 from worker.executor.profile import measure_step
@@ -113,7 +114,7 @@ def test_the_profile_run_includes_the_draft_model(settings, tokens, seqs, accept
     config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs, speculative_acceptance=acceptance)
     resolve.prepare_process(config)
     files = open_model(config.model, NOWHERE)
-    device = CpuDevice(late=True)
+    device = LateDevice()
     loaded = models.load_models(config, files, open_draft(config, files, NOWHERE), device, ParallelContext())
     ops = sampling_ops(torch.device("cpu"), 1)
     plans = []
@@ -141,7 +142,7 @@ def test_the_error_names_the_draft_model_if_its_weights_do_not_fit():
     with pytest.raises(
         ConfigurationError, match=r"weights of the draft model small do not fit.*smaller --speculative-model"
     ):
-        with weights_must_fit(CpuDevice(), WorkerSettings(), "small"):
+        with weights_must_fit(Device(), WorkerSettings(), "small"):
             raise torch.OutOfMemoryError("full")
 
 
@@ -150,7 +151,7 @@ def test_the_error_names_the_draft_model_if_its_heads_cannot_be_stored(settings)
     files = open_model(config.model, NOWHERE)
     odd = dataclasses.replace(files, spec=dataclasses.replace(files.spec, head_dim=15))
     with pytest.raises(ConfigurationError, match=r"speculative-model tiny .*int4 .*heads have 15"):
-        models.load_models(config, files, odd, CpuDevice(), ParallelContext())
+        models.load_models(config, files, odd, Device(), ParallelContext())
 
 
 @pytest.mark.skipif(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from worker.executor.device import CaptureError, CpuDevice, OutOfMemory
+from tests.fakes.late_device import LateDevice
+from worker.executor.device import CaptureError, Device, OutOfMemory
 from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey, Size, graph_sizes
 from worker.sampling.sampled_rows import Needs, SampledRows
 
@@ -43,7 +44,7 @@ class Model:
 
 
 def make(model: Model, **settings) -> DecodeGraphs[torch.Tensor]:
-    return DecodeGraphs(CpuDevice(late=True), model.compute, model.clear, max_num_seqs=16, **settings)
+    return DecodeGraphs(LateDevice(), model.compute, model.clear, max_num_seqs=16, **settings)
 
 
 def run(graphs: DecodeGraphs[torch.Tensor], model: Model, values: list[int]) -> Size | None:
@@ -159,7 +160,7 @@ def test_exhausted_memory_stops_capturing_and_keeps_existing_graphs():
 
 def test_a_device_without_graphs_never_captures():
     model = Model()
-    graphs = DecodeGraphs(CpuDevice(), model.compute, model.clear, max_num_seqs=16)
+    graphs = DecodeGraphs(Device(), model.compute, model.clear, max_num_seqs=16)
     assert [graphs.choose(1, 1) for _ in range(4)] == [None] * 4
     assert not graphs.capture_next() and model.runs == []
 
@@ -176,7 +177,7 @@ class Recorder:
         self.error: Exception | None = None
         self.cleared = 0
         self.computed: list[SamplerKey] = []
-        device = CpuDevice(late=True)
+        device = LateDevice()
         capture = device.capture
 
         def guarded(run):

@@ -7,7 +7,7 @@ import torch
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from worker.executor.device import CpuDevice, free_host_memory
+from worker.executor.device import Device, free_host_memory
 from worker.executor.executor import ExecutorError
 from worker.executor.memory import (
     KVMemory,
@@ -79,7 +79,7 @@ def test_the_suggested_utilization_is_sufficient():
     assert plan(available=more, total=1_000_000, gpu_memory_utilization=fraction, max_model_len=4096).num_pages >= 256
 
 
-class Gpu(CpuDevice):
+class Gpu(Device):
     """GPU with these amounts of memory."""
 
     def __init__(self, free, total):
@@ -95,8 +95,8 @@ class Gpu(CpuDevice):
 
 
 def test_kv_cache_memory_is_divided_among_ranks():
-    assert available_memory(WorkerSettings(kv_cache_memory=1000, tensor_parallel_size=2), CpuDevice()).available == 500
-    assert 0 < available_memory(WorkerSettings(), CpuDevice()).available <= 4 << 30
+    assert available_memory(WorkerSettings(kv_cache_memory=1000, tensor_parallel_size=2), Device()).available == 500
+    assert 0 < available_memory(WorkerSettings(), Device()).available <= 4 << 30
 
 
 def test_a_gpu_leaves_the_excluded_fraction_free():

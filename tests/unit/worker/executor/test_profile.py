@@ -4,13 +4,13 @@ import pytest
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from worker.executor.device import CpuDevice, OutOfMemory
+from worker.executor.device import Device, OutOfMemory
 from worker.executor.profile import measure_step, profile_plans, verifying_plan
 
 MIB = 1 << 20
 
 
-class Gpu(CpuDevice):
+class Gpu(Device):
     """Device of `room` bytes on which a step uses a MiB per token."""
 
     def __init__(self, room=1 << 40, captures=True):

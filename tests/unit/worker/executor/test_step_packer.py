@@ -9,20 +9,20 @@ import torch
 from kernels.ops.sampling import inputs
 from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout
 from kernels.ops.step_inputs.reference import ReferenceStepOps
+from tests.fakes.late_device import LateDevice, Misuse
 from worker import plan
-from worker.executor.device import CpuDevice
-from worker.executor.late import Misuse
+from worker.executor.device import Device
 from worker.executor.step_packer import MaskUploads, StepPacker
 
 ROOM = 64
 """Words for changes in a buffer, including their segment descriptions."""
 
 
-class CountingDevice(CpuDevice):
+class CountingDevice(LateDevice):
     """Late device that counts calls of synchronize."""
 
     def __init__(self) -> None:
-        super().__init__(late=True)
+        super().__init__()
         self.waits = 0
 
     def synchronize(self) -> None:
@@ -70,7 +70,7 @@ def words(*numbers: int) -> torch.Tensor:
 
 
 def test_masks_arrive_in_order_while_buffers_are_reused():
-    device = CpuDevice(late=True)
+    device = LateDevice()
     uploads = MaskUploads(96, 8, device)
     held = []
     for step in range(12):
@@ -84,7 +84,7 @@ def test_masks_arrive_in_order_while_buffers_are_reused():
 
 
 def test_reusing_a_mask_buffer_without_hold_is_detected():
-    device = CpuDevice(late=True)
+    device = LateDevice()
     uploads = MaskUploads(96, 8, device)
     with pytest.raises(Misuse):
         for step in range(8):
@@ -93,7 +93,7 @@ def test_reusing_a_mask_buffer_without_hold_is_detected():
 
 
 def test_masks_of_wrong_size_or_number_are_rejected():
-    uploads = MaskUploads(96, 2, CpuDevice())
+    uploads = MaskUploads(96, 2, Device())
     for masks in ([mask(1, 2)], [mask(1), mask(2, 4)], [mask(1)] * 3):
         with pytest.raises(ValueError, match="masks of 12 bytes are allowed"):
             uploads.put(masks)

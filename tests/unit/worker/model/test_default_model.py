@@ -15,7 +15,7 @@ from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.weights import make_batch
 from tests.unit.worker.model.loading.reference import reference_model
 from worker.executor.build import make_runner
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.executor import LocalExecutor
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models
@@ -124,7 +124,7 @@ def test_embeddings(
         decoder = make_decoder(files, torch.bfloat16)
     settings = WorkerSettings(dtype=dtype, max_num_seqs=4, max_num_batched_tokens=32, block_size=PAGE)
     ops, plan = sampling_ops(torch.device("cpu"), 1, files.spec.vocab_size), KVPlan(32, 96)
-    runner = make_runner(settings, Models(decoder, ParallelContext()), plan, ops, CpuDevice())
+    runner = make_runner(settings, Models(decoder, ParallelContext()), plan, ops, Device())
     harness = Harness(page_size=PAGE)
     harness.executor = LocalExecutor(runner.launch)  # type: ignore[assignment]
     for number, prompt in enumerate(prompts[:3]):

@@ -3,7 +3,7 @@
 from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.reference import SamplingOps
 from shared.sampling_params import SamplingParams
-from worker.executor.device import CpuDevice
+from worker.executor.device import Device
 from worker.executor.request_rows import RequestRows
 from worker.plan import NewRow, ScheduledTokens, StepPlan
 from worker.sampling.sampler import Sampler
@@ -27,7 +27,7 @@ class SmallSampler:
             page_size=20_000,
             num_groups=1,
             vocab_size=vocab_size,
-            device=CpuDevice(),
+            device=Device(),
         )
         self.sampler = Sampler(self.rows.sampling, ops or SamplingOps())
 

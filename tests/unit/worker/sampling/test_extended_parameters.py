@@ -14,7 +14,7 @@ from kernels.backends.reference import SamplingOps
 from kernels.ops.sampling import inputs
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
 from worker import plan
-from worker.executor.torch_internals import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker.plan import ScheduledTokens, StepPlan
 
 # Compiling these takes 8 s of processor time if the cache is empty.

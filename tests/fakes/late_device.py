@@ -1,4 +1,4 @@
-"""Components of `CpuDevice(late=True)`, a CPU device that is as asynchronous as a GPU can be. For tests.
+"""A CPU device that is as asynchronous as a GPU can be.
 
 A GPU reads the host buffer of an upload at any time before a later download completes. It reads the tensors of a
 download at any time before that download completes. A graph works on the memory addresses it was captured with, even
@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker.executor.torch_internals import READ_ON_HOST, TorchDispatchMode
+from worker.executor.device import Device
 
 T = TypeVar("T")
+
+_READ_ON_HOST = torch.ops.aten._local_scalar_dense.default
+"""Operator that copies one value of a tensor to the host, as `Tensor.item` does."""
 
 TensorMemory = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -47,6 +51,33 @@ class Uploads:
             if not torch.equal(_bytes(host), _bytes(before)):
                 raise Misuse("a host buffer was modified before its upload was known to be complete")
         self._pending.clear()
+
+
+class LateDevice(Device):
+    """The slowest permitted GPU. Misuse raises, or yields wrong results as it does on a GPU."""
+
+    depth = 2
+    captures = True
+
+    def __init__(self) -> None:
+        self._uploads = Uploads()
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy immediately; the next download checks that the host buffer has not changed by then."""
+        target.copy_(host)
+        self._uploads.add(host)
+
+    def download(self, tensors: Sequence[torch.Tensor]) -> LateDownload:
+        """Copy in `wait`."""
+        return LateDownload(tensors, self._uploads.take())
+
+    def capture(self, run: Callable[[], T]) -> LateGraph[T]:
+        """Return a graph that calls the function on each replay."""
+        return LateGraph(run)
+
+    def synchronize(self) -> None:
+        """Check the pending uploads."""
+        self._uploads.take().check()
 
 
 class LateDownload:
@@ -113,7 +144,7 @@ class _TensorRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is READ_ON_HOST:
+        if func is _READ_ON_HOST:
             raise Misuse("a value of the device is read on the host while a graph is captured")
         arguments = list(_tensors((args, kwargs)))
         for tensor in arguments:
