@@ -9,15 +9,15 @@ from typing import TypeVar
 
 from gateway.text.message_parser import MessageFormat, ReasoningSplitter, ToolParser
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
-from gateway.text.tools.deepseek import DeepSeekFormat
+from gateway.text.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from gateway.text.tools.format import ToolFormat, ToolRequest
-from gateway.text.tools.gemma import GemmaFormat
+from gateway.text.tools.gemma import FUNCTION_GEMMA, GEMMA4
 from gateway.text.tools.harmony import HarmonyFormat
-from gateway.text.tools.hermes import HermesFormat, QwenXmlFormat
-from gateway.text.tools.mistral import MistralFormat
-from gateway.text.tools.plain_json import FALLBACK, LlamaJsonFormat
+from gateway.text.tools.hermes import HERMES, QWEN3_CODER
+from gateway.text.tools.mistral import MISTRAL, MISTRAL_NAMED
+from gateway.text.tools.plain_json import FALLBACK, LLAMA3_JSON
 from gateway.text.tools.prompting import TemplateSupport, template_support
-from gateway.text.tools.pythonic import PythonicFormat, ToolCodeFormat
+from gateway.text.tools.pythonic import PYTHONIC, TOOL_CODE
 from shared.errors import ConfigurationError
 
 AUTO = "auto"
@@ -26,18 +26,18 @@ NONE = "none"
 _Format = TypeVar("_Format")
 
 _FORMATS: tuple[ToolFormat, ...] = (
-    HermesFormat(),
-    LlamaJsonFormat(),
-    MistralFormat(named=False),
-    MistralFormat(named=True),
-    DeepSeekFormat(fenced=True),
-    DeepSeekFormat(fenced=False),
-    PythonicFormat(),
-    ToolCodeFormat(),
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    MISTRAL_NAMED,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    PYTHONIC,
+    TOOL_CODE,
     HarmonyFormat(),
-    QwenXmlFormat(),
-    GemmaFormat("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
-    GemmaFormat("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    QWEN3_CODER,
+    FUNCTION_GEMMA,
+    GEMMA4,
     FALLBACK,
 )
 

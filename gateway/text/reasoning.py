@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ReasoningSplitter
 from gateway.text.tools import harmony
-
-_BEFORE, _INSIDE, _AFTER, _CONTENT = range(4)
+from gateway.text.tools.reader import Steps, TextSplitter
 
 ANY_TEXT = r"/(?s:.*)/"
 SOME_SPACE = r"/[ \t\r\n]{0,3}/"
@@ -78,127 +77,45 @@ class ReasoningFormat:
         return any(text.endswith(start.rstrip()) for start in (*self.starts, *self.opens))
 
 
-class MarkSplitter:
-    """Splitter for formats with a mark before and after the reasoning.
+class MarkSplitter(TextSplitter):
+    """Splitter for formats with a mark before and after the reasoning. See TextSplitter.
 
-    It holds back text that may become a mark, and white space that may be the last of the reasoning, each once. The
-    time is linear whatever the text.
+    It holds back text that may become a mark, and white space that may be the last of the reasoning.
     """
 
-    __slots__ = ("_end_chars", "_ends", "_held", "_opened", "_space", "_started", "_starts", "_state")
-
     def __init__(self, marks: ReasoningFormat, opened: bool) -> None:
-        self._starts = marks.starts
-        self._ends = marks.ends
-        self._end_chars = {end[0] for end in marks.ends}
-        self._opened = opened
-        self._state = _BEFORE
-        self._held = ""
+        super().__init__(opened)
+        self._marks = marks
         self._space: list[str] = []
-        self._started = False
 
-    @property
-    def in_reasoning(self) -> bool:
-        """See ReasoningSplitter."""
-        return self._state == _INSIDE or (self._state == _BEFORE and self._opened)
+    def _read(self) -> Steps[None]:
+        source = self.source
+        source.begin_trial()
+        yield from source.space()
+        started = yield from source.accept_any(self._marks.starts)
+        before = source.end_trial()
+        if started or self.in_reasoning:
+            self.in_reasoning = True
+            yield from source.space()
+            ended = yield from source.text_until(self._marks.ends, self._add)
+            if not ended:
+                return
+            self.in_reasoning = False
+            yield from source.space()
+            if not (yield from source.peek()):
+                return
+        else:
+            self.content.append(before)
+        self.done = True
+        yield from source.rest(self.content.append)
 
-    @property
-    def done(self) -> bool:
-        """See ReasoningSplitter."""
-        return self._state == _CONTENT
-
-    def push(self, text: str) -> tuple[str, str]:
-        """See ReasoningSplitter."""
-        if self._state == _CONTENT:
-            return "", text
-        if self._state == _INSIDE and self._is_plain(text):
-            return text, ""
-        reasoning = content = ""
-        if self._state == _BEFORE:
-            text, content = self._push_before(text)
-        if self._state == _INSIDE and text:
-            reasoning, text = self._push_inside(text)
-        if self._state == _AFTER:
-            content = text.lstrip()
-            if content:
-                self._state = _CONTENT
-        return reasoning, content
-
-    def finish(self) -> tuple[str, str]:
-        """See ReasoningSplitter."""
-        held, self._held = self._held, ""
-        if self._state == _INSIDE or (self._state == _BEFORE and self._opened):
-            return self._trimmed(held), ""
-        if self._state == _BEFORE:
-            return "", "".join(self._space) + held
-        return "", ""
-
-    def _is_plain(self, text: str) -> bool:
-        """Return True if a piece of reasoning can be shown unchanged, when nothing was held back before it."""
-        if self._held or self._space or not self._started or not text or text[-1].isspace():
-            return False
-        return not any(char in text for char in self._end_chars)
-
-    def _push_before(self, text: str) -> tuple[str, str]:
-        """Return the remaining text for the next state, and the visible text."""
-        if not self._held:
-            rest = text.lstrip()
-            if space := text[: len(text) - len(rest)]:
-                self._space.append(space)
-            text = rest
-        text = self._held + text
-        self._held = ""
-        for start in self._starts:
-            if text.startswith(start):
-                self._space.clear()
-                self._state = _INSIDE
-                return text[len(start) :], ""
-        if any(start.startswith(text) for start in self._starts):
-            self._held = text
-            return "", ""
-        if self._opened:
-            self._space.clear()
-            self._state = _INSIDE
-            return text, ""
-        content = "".join(self._space) + text
-        self._space.clear()
-        self._state = _CONTENT
-        return "", content
-
-    def _push_inside(self, text: str) -> tuple[str, str]:
-        """Return the reasoning, and the text after its end."""
-        text = self._held + text
-        self._held = ""
-        found = [(at, len(end)) for end in self._ends if (at := text.find(end)) >= 0]
-        if found:
-            at, length = min(found)
-            self._state = _AFTER
-            return self._trimmed(text[:at]), text[at + length :]
-        keep = max(_overlap(text, end) for end in self._ends)
-        if keep:
-            self._held = text[-keep:]
-            text = text[:-keep]
-        return self._trimmed(text), ""
-
-    def _trimmed(self, text: str) -> str:
-        """Return the next piece of reasoning without trailing white space, which is held back."""
+    def _add(self, text: str) -> None:
+        """Add reasoning, without the white space at its end, which is held back."""
         trimmed = text.rstrip()
-        space = text[len(trimmed) :]
         if trimmed:
-            trimmed = "".join(self._space) + trimmed if self._started else trimmed.lstrip()
+            self.reasoning += [*self._space, trimmed]
             self._space.clear()
-            self._started = True
-        if space and self._started:
-            self._space.append(space)
-        return trimmed
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of the text that is a proper prefix of the mark."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+        self._space.append(text[len(trimmed) :])
 
 
 def reasoning_fragment(marks: ReasoningFormat, opened: bool, special_ids: Mapping[str, int]) -> Fragment:

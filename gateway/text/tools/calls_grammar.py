@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.text.grammars.grammar import Fragment, any_of, literal
-from gateway.text.tools.format import MAX_PARALLEL_CALLS, Tool, ToolFormat
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.format import MAX_PARALLEL_CALLS, CallArguments, NewId, Tool, ToolFormat
 from gateway.text.tools.schema import (
     ANY_OBJECT,
     ANY_VALUE,
@@ -107,36 +108,79 @@ def triggered(
     return Fragment(body, (f"T_TEXT: {ANY_TEXT}", head, f"t_part: t_head {rest}", *rules))
 
 
+@dataclass(kw_only=True, eq=False)
 class MarkedFormat(ToolFormat):
-    """Base class of formats in which a mark begins calls. See ToolFormat.
+    """Format in which a mark begins calls. See ToolFormat.
 
     Attributes:
-        separator: Text between two calls with a mark each; None if one mark begins all calls.
+        head: Text before the arguments of a call, in which NAME stands for the name of the function.
+        tail: Text after the arguments of a call.
+        between: Text between two calls.
+        frame: Texts before the first and after the last call if one mark, the first of `marks`, begins all calls;
+            None if it precedes each call.
         repeats_mark: Text and a further mark may follow in free text.
     """
 
-    separator: str | None = None
-    repeats_mark = True
+    name: str
+    marks: tuple[str, ...]
+    parser: Callable[[NewId, Sequence[Tool]], ToolParser]
+    head: str = ""
+    tail: str = ""
+    between: str = ""
+    frame: tuple[str, str] | None = None
+    repeats_mark: bool = True
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        body, rules = self.after_mark(tools, special_ids, parallel=parallel, free=False)
-        call = f"{literal(self.marks[0], special_ids)} {body}"
-        if self.separator is None:
-            return Fragment(call, rules)
-        following = f"{json.dumps(self.separator)} {call}" if self.separator else call
-        return Fragment(repeated(call, following, parallel=parallel), rules)
+        rest = self._after_mark(special_ids, parallel=parallel)
+        call = f"{literal(self.marks[0], special_ids)} {rest}"
+        if self.frame is None:
+            call = self._repeated(call, special_ids, parallel=parallel)
+        return Fragment(call, self.call_rules(tools, special_ids, free=False))
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        body, rules = self.after_mark(tools, special_ids, parallel=parallel, free=True)
-        return triggered(self.marks[0], special_ids, body, rules, parallel=parallel and self.repeats_mark)
+        rest = self._after_mark(special_ids, parallel=parallel)
+        rules = self.call_rules(tools, special_ids, free=True)
+        return triggered(self.marks[0], special_ids, rest, rules, parallel=parallel and self.repeats_mark)
 
-    def after_mark(
-        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
-    ) -> tuple[str, tuple[str, ...]]:
-        """Return the expression that follows the first of `marks`, and its rules. See call_arguments for `free`."""
-        raise NotImplementedError
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """See ToolFormat."""
+        before, after = self.frame or ("", "")
+        first, each = ("", self.marks[0]) if self.frame is None else (self.marks[0], "")
+        texts = [each + self.render_call(name, values) for name, values in calls]
+        return first + before + self.between.join(texts) + after
+
+    def call_rules(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, free: bool) -> tuple[str, ...]:
+        """Return the rule `t_call` of a call without its mark. See call_arguments for `free`."""
+
+        def call(tool: Tool) -> str:
+            head = self.head_expression(tool.name, special_ids)
+            return f"{head} {call_arguments(tool, free=free)} {literal(self.tail, special_ids)}"
+
+        return call_rules(tools, call)
+
+    def render_call(self, name: str, values: CallArguments) -> str:
+        """Return a call without its mark."""
+        return self.head.replace("NAME", name) + json.dumps(values, ensure_ascii=False) + self.tail
+
+    def head_expression(self, name: str, special_ids: Mapping[str, int]) -> str:
+        """Return the text before the arguments of a call."""
+        return literal(self.head.replace("NAME", name), special_ids)
+
+    def opening(self, special_ids: Mapping[str, int]) -> str:
+        """Return the text between the mark of all calls and the first call."""
+        return literal(self.frame[0], special_ids) if self.frame else '""'
+
+    def _after_mark(self, special_ids: Mapping[str, int], *, parallel: bool) -> str:
+        if self.frame is None:
+            return "t_call"
+        several = self._repeated("t_call", special_ids, parallel=parallel)
+        return f"{self.opening(special_ids)} {several} {literal(self.frame[1], special_ids)}"
+
+    def _repeated(self, call: str, special_ids: Mapping[str, int], *, parallel: bool) -> str:
+        following = f"{literal(self.between, special_ids)} {call}"
+        return repeated(call, following, parallel=parallel)
 
 
 def text_unless(pattern: str, calls: Fragment) -> Fragment:

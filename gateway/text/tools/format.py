@@ -20,6 +20,8 @@ Without it a weak model would repeat itself up to max_tokens.
 CallArguments = Mapping[str, Any] | str
 """Arguments of an earlier call: an object, or the model's text if it was not an object."""
 
+NewId = Callable[[], str]
+
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
 
@@ -87,10 +89,12 @@ class ToolFormat(Protocol):
     Attributes:
         name: Name for `--tool-call-parser`.
         marks: Texts that the parser must see. If one is a special token of the model, that token is shown.
+        parser: Factory of parsers.
     """
 
     name: str
     marks: tuple[str, ...] = ()
+    parser: Callable[[NewId, Sequence[Tool]], ToolParser]
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """Return a parser for one choice.
@@ -98,7 +102,7 @@ class ToolFormat(Protocol):
         After a mark, any name is a call. Where only its shape distinguishes a call from content, it is a call only if
         it names one of these tools.
         """
-        ...
+        return self.parser(self.new_call_id, tools)
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """Return the grammar of a message of calls only, whose arguments follow the schemas of their tools.
@@ -130,6 +134,3 @@ class ToolFormat(Protocol):
 def random_id(length: int) -> str:
     """Return random letters and digits."""
     return "".join(secrets.choice(_ALPHANUMERICS) for _ in range(length))
-
-
-NewId = Callable[[], str]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 
-from gateway.text.grammars.grammar import literal
-from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import MarkedFormat, call_arguments, call_rules
-from gateway.text.tools.format import CallArguments, NewId, Tool
+from gateway.text.tools.calls_grammar import MarkedFormat
+from gateway.text.tools.format import NewId, Tool
 from gateway.text.tools.literals import LiteralReader
 from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Sink, Source, Steps
 
@@ -21,45 +20,16 @@ _CALL = "call:"
 _KEY = re.compile(r"[\w.$-]+")
 
 
-class GemmaFormat(MarkedFormat):
-    """Format of FunctionGemma and Gemma 4. See ToolFormat.
+class GemmaParser(CallParser):
+    """Parser of calls between their marks.
 
     Args:
-        opening: Mark before a call.
-        closing: Mark after a call.
-        quote: Mark before and after a text.
+        marks: Mark before a call, mark after a call, and mark before and after a text.
     """
 
-    separator = ""
-
-    def __init__(self, name: str, opening: str, closing: str, quote: str) -> None:
-        self.name = name
-        self.marks = (opening, closing, quote)
-
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat."""
-        return GemmaParser(self.new_call_id, *self.marks)
-
-    def after_mark(
-        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
-    ) -> tuple[str, tuple[str, ...]]:
-        """See MarkedFormat."""
-        calls = call_rules(tools, lambda tool: f"{json.dumps(_CALL + tool.name)} {call_arguments(tool, free=free)}")
-        return "t_body", (f"t_body: t_call {literal(self.marks[1], special_ids)}", *calls)
-
-    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
-        """See ToolFormat."""
-        opening, closing, _ = self.marks
-        texts = [f"{_CALL}{name}{json.dumps(values, ensure_ascii=False)}" for name, values in calls]
-        return "".join(f"{opening}{text}{closing}" for text in texts)
-
-
-class GemmaParser(CallParser):
-    """Parser of calls between their marks."""
-
-    def __init__(self, new_id: NewId, opening: str, closing: str, quote: str) -> None:
-        self._opening, self._closing, self._quote = opening, closing, quote
-        super().__init__(new_id)
+    def __init__(self, new_id: NewId, tools: Sequence[Tool], marks: tuple[str, str, str]) -> None:
+        super().__init__(new_id, tools)
+        self._opening, self._closing, self._quote = marks
 
     def _read(self) -> Steps[None]:
         source, message = self.source, self.message
@@ -111,3 +81,13 @@ class _ValueReader(LiteralReader):
             return False
         self.sink('"')
         return True
+
+
+def _format(name: str, opening: str, closing: str, quote: str) -> MarkedFormat:
+    marks = (opening, closing, quote)
+    parser = partial(GemmaParser, marks=marks)
+    return MarkedFormat(name=name, marks=marks, parser=parser, head=f"{_CALL}NAME", tail=closing)
+
+
+FUNCTION_GEMMA = _format("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA4 = _format("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')

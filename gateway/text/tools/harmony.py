@@ -14,11 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gateway.text.grammars.grammar import Fragment, any_of, literal
-from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import ANY_TEXT, call_arguments, call_rules
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
-from gateway.text.tools.reader import Source, Steps, read_on
+from gateway.text.tools.reader import Steps, TextSplitter
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -39,9 +38,8 @@ class HarmonyFormat(ToolFormat):
     name = "harmony"
     marks = MARKS
 
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat."""
-        return HarmonyParser(self.new_call_id)
+    def __init__(self) -> None:
+        self.parser = HarmonyParser
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
@@ -115,77 +113,39 @@ class HarmonyParser(JsonCallParser):
             yield from source.accept_any(ENDS)
 
 
-class HarmonySplitter:
-    """Splitter of messages into reasoning and visible text. See ReasoningSplitter.
+class HarmonySplitter(TextSplitter):
+    """Splitter of messages into reasoning and visible text. See TextSplitter.
 
     The visible text has no headers except those of calls, which HarmonyParser reads. An empty line separates messages
-    of the same kind.
-
-    Args:
-        opened: The prompt ends inside reasoning.
+    of the same kind. It is never done, because a message of any kind may follow.
     """
 
-    def __init__(self, opened: bool) -> None:
-        self._source = Source()
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._inside = opened
-        self._steps: Steps[None] | None = self._read()
-        self._resume()
-
-    @property
-    def in_reasoning(self) -> bool:
-        """See ReasoningSplitter."""
-        return self._inside
-
-    @property
-    def done(self) -> bool:
-        """See ReasoningSplitter. A message of any kind may follow."""
-        return False
-
-    def push(self, text: str) -> tuple[str, str]:
-        """See ReasoningSplitter."""
-        self._source.feed(text)
-        return self._resume()
-
-    def finish(self) -> tuple[str, str]:
-        """See ReasoningSplitter."""
-        self._source.end()
-        return self._resume()
-
-    def _resume(self) -> tuple[str, str]:
-        self._steps = read_on(self._steps)
-        found = "".join(self._reasoning), "".join(self._content)
-        self._reasoning.clear()
-        self._content.clear()
-        return found
-
     def _read(self) -> Steps[None]:
-        source = self._source
-        parts = {True: self._inside, False: False}
+        source = self.source
+        parts = {True: self.in_reasoning, False: False}
         is_call = False
-        mark = "" if self._inside else (yield from source.accept_any((OPENING, CHANNEL)))
+        mark = "" if self.in_reasoning else (yield from source.accept_any((OPENING, CHANNEL)))
         while True:
-            sink = self._reasoning.append if self._inside else self._content.append
+            sink = self.reasoning.append if self.in_reasoning else self.content.append
             if mark in (OPENING, CHANNEL):
                 source.begin_trial(mark)
                 header = yield from source.line_to(MESSAGE, _MAX_HEADER)
                 if header is None and not (yield from source.peek()):
                     return  # The text ends in a header, which has no content.
                 taken = source.end_trial()
-                self._inside = header is not None and _is_analysis(header)
+                self.in_reasoning = header is not None and _is_analysis(header)
                 is_call = header is None or _RECIPIENT.search(header) is not None
-                sink = self._reasoning.append if self._inside else self._content.append
+                sink = self.reasoning.append if self.in_reasoning else self.content.append
                 if is_call:
                     sink(taken)
-                elif parts[self._inside]:
+                elif parts[self.in_reasoning]:
                     sink("\n\n")
-                parts[self._inside] = True
+                parts[self.in_reasoning] = True
             mark = yield from source.text_until((OPENING, CHANNEL, *ENDS), sink)
-            self._inside = False
+            self.in_reasoning = False
             if is_call and mark in ENDS:
                 # Inside a string of the arguments it is text; HarmonyParser distinguishes the cases.
-                self._content.append(mark)
+                self.content.append(mark)
             if not mark:
                 return
 

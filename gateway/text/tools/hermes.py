@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
-from gateway.text.grammars.grammar import literal
-from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import MarkedFormat, call_arguments, call_rules, object_call
-from gateway.text.tools.format import CallArguments, NewId, Tool
+from gateway.text.tools.calls_grammar import MarkedFormat
+from gateway.text.tools.format import Tool
 from gateway.text.tools.json_calls import JsonCallParser
 from gateway.text.tools.reader import MAX_NAME, Steps, nowhere
 
@@ -47,67 +46,8 @@ _Types = frozenset[str]
 _TEXT = frozenset(["string"])
 
 
-class HermesFormat(MarkedFormat):
-    """Format of Hermes. See ToolFormat."""
-
-    name = "hermes"
-    marks = (OPEN, CLOSE)
-    separator = "\n"
-
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat."""
-        return HermesParser(self.new_call_id)
-
-    def after_mark(
-        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
-    ) -> tuple[str, tuple[str, ...]]:
-        """See MarkedFormat."""
-        calls = call_rules(tools, lambda tool: object_call(tool, call_arguments(tool, free=free)))
-        return "t_body", (f't_body: "\\n" t_call "\\n" {literal(CLOSE, special_ids)}', *calls)
-
-    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
-        """See ToolFormat."""
-        objects = [json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls]
-        return "\n".join(f"{OPEN}\n{text}\n{CLOSE}" for text in objects)
-
-
 class HermesParser(JsonCallParser):
-    """Parser of calls after `<tool_call>`. A call without its closing mark counts as well."""
-
-    def _read(self) -> Steps[None]:
-        while (yield from self.source.text_until((OPEN,), self.message.content)):
-            self.source.begin_trial(OPEN)
-            before = self.message.num_calls
-            yield from self.source.space()
-            while (yield from self.read_call()):
-                yield from self.source.run(_TOO_MANY, nowhere)
-                if (yield from self.source.peek()) != "{":
-                    break
-            self._reject()
-            if self.message.num_calls > before:
-                yield from self.source.accept(CLOSE)
-
-
-class QwenXmlFormat(HermesFormat):
-    """Format of Qwen3-Coder and Qwen 3.5. See ToolFormat."""
-
-    name = "qwen3_coder"
-
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat. The parser also reads Hermes' form."""
-        return QwenXmlParser(self.new_call_id, tools)
-
-
-class QwenXmlParser(JsonCallParser):
-    """Parser of calls after `<tool_call>`.
-
-    Args:
-        tools: Tools whose schemas tell which values are text. Without a type, a value that is not JSON is text.
-    """
-
-    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
-        self._types = {tool.name: _types_of(tool) for tool in tools}
-        super().__init__(new_id)
+    """Parser of calls after `<tool_call>`, in both forms. A call without its closing mark counts as well."""
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -117,12 +57,18 @@ class QwenXmlParser(JsonCallParser):
             yield from source.space()
             if (yield from source.accept(FUNCTION)):
                 yield from self._read_function()
+                yield from source.space()
             else:
-                yield from self.read_call()
-            yield from source.space()
+                yield from self._read_objects()
             self._reject()
             if self.message.num_calls > before:
                 yield from source.accept(CLOSE)
+
+    def _read_objects(self) -> Steps[None]:
+        while (yield from self.read_call()):
+            yield from self.source.run(_TOO_MANY, nowhere)
+            if (yield from self.source.peek()) != "{":
+                return
 
     def _read_function(self) -> Steps[None]:
         """Read a function after its mark."""
@@ -133,6 +79,7 @@ class QwenXmlParser(JsonCallParser):
         source.end_trial()
         message.begin_call(name)
         message.arguments("{")
+        types = next((_types_of(tool) for tool in self.tools if tool.name == name), {})
         separator = ""
         while True:
             source.begin_trial()
@@ -147,7 +94,7 @@ class QwenXmlParser(JsonCallParser):
             source.end_trial()
             message.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            if not (yield from self._read_value(self._types.get(name, {}).get(key))):
+            if not (yield from self._read_value(types.get(key))):
                 return
         source.end_trial()
         message.arguments("}")
@@ -167,7 +114,7 @@ class QwenXmlParser(JsonCallParser):
 class _Value:
     """Conversion of a value to JSON: of text as it arrives, of other values when they are complete."""
 
-    def __init__(self, parser: QwenXmlParser, types: _Types | None) -> None:
+    def __init__(self, parser: HermesParser, types: _Types | None) -> None:
         self._sink = parser.message.arguments
         self._types = types
         self._is_text = types == _TEXT
@@ -243,3 +190,15 @@ def _types(schema: object) -> _Types | None:
     found = [_types(choice) for choice in choices]
     known = [types for types in found if types is not None]
     return frozenset[str]().union(*known) if len(known) == len(found) else None
+
+
+HERMES = MarkedFormat(
+    name="hermes",
+    marks=(OPEN, CLOSE),
+    parser=HermesParser,
+    head='\n{"name": "NAME", "arguments": ',
+    tail=f"}}\n{CLOSE}",
+    between="\n",
+)
+QWEN3_CODER = replace(HERMES, name="qwen3_coder")
+"""Format of Qwen3-Coder and Qwen 3.5."""

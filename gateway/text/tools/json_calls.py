@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection
 
-from gateway.text.tools.format import NewId
 from gateway.text.tools.reader import CallParser, Sink, Source, Steps, nowhere
 
 _IN_STRING = re.compile(r'[^"\\]+')
@@ -90,10 +89,6 @@ class JsonCallParser(CallParser):
 
     argument_keys: Collection[str] = ("arguments", "parameters")
 
-    def __init__(self, new_id: NewId, known: Collection[str] | None = None) -> None:
-        self._known = known
-        super().__init__(new_id)
-
     def read_call(self) -> Steps[bool]:
         """Read an object; return True if it was a complete call.
 
@@ -155,7 +150,7 @@ class JsonCallParser(CallParser):
         yield from source.space()
         if key == "name" and call.name is None:
             name = yield from read_string(source)
-            if not name or (self._known is not None and name not in self._known):
+            if not name or (self.known is not None and name not in self.known):
                 return False
             call.name = name
             source.end_trial()
@@ -167,7 +162,7 @@ class JsonCallParser(CallParser):
             call.has_arguments = True
             sink = call.early_arguments.append if call.name is None else self.message.arguments
             return (yield from read_arguments(source, sink))
-        if call.name is None and self._known is not None and key not in _KEYS_BEFORE_NAME:
+        if call.name is None and self.known is not None and key not in _KEYS_BEFORE_NAME:
             return False
         return (yield from read_value(source, nowhere))
 

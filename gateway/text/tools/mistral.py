@@ -7,12 +7,11 @@ each call.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from gateway.text.grammars.grammar import literal
-from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import MarkedFormat, call_arguments, call_rules, object_call, repeated
-from gateway.text.tools.format import CallArguments, Tool, random_id
+from gateway.text.tools.calls_grammar import MarkedFormat
+from gateway.text.tools.format import random_id
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import MAX_NAME, NAME, Steps
 
@@ -20,54 +19,26 @@ CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralFormat(MarkedFormat):
-    """Format of Mistral. Ids of calls have nine characters, because the templates refuse others. See ToolFormat.
-
-    Args:
-        named: Each call has its name before its arguments (tokenizers from v11); otherwise all calls are one list.
-    """
-
-    marks = (CALLS, ARGS, CALL_ID)
-
-    def __init__(self, *, named: bool) -> None:
-        self.name = "mistral_named" if named else "mistral"
-        self._named = named
-        self.separator = "" if named else None
-        self.repeats_mark = named
-
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat. The parser reads both forms."""
-        return MistralParser(self.new_call_id)
+    """Format of Mistral. Ids of calls have nine characters, because the templates refuse others. See ToolFormat."""
 
     def new_call_id(self) -> str:
         """See ToolFormat."""
         return random_id(9)
 
-    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
-        """See ToolFormat."""
-        if self._named:
-            return "".join(f"{CALLS}{name}{ARGS}{json.dumps(values, ensure_ascii=False)}" for name, values in calls)
-        objects = [{"name": name, "arguments": values} for name, values in calls]
-        return CALLS + json.dumps(objects, ensure_ascii=False)
+    def head_expression(self, name: str, special_ids: Mapping[str, int]) -> str:
+        """See MarkedFormat. Tokenizer v11 has a token for an id, and its models write one."""
+        if self.frame is not None or CALL_ID not in special_ids:
+            return super().head_expression(name, special_ids)
+        call_id = f"({literal(CALL_ID, special_ids)} /[a-zA-Z0-9]{{9}}/)?"
+        return f"{json.dumps(name)} {call_id} {literal(ARGS, special_ids)}"
 
-    def after_mark(
-        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
-    ) -> tuple[str, tuple[str, ...]]:
-        """See MarkedFormat."""
-        if self._named:
-            # Tokenizer v11 has a token for an id, and its models write one.
-            call_id = f" ({literal(CALL_ID, special_ids)} /[a-zA-Z0-9]{{9}}/)?" if CALL_ID in special_ids else ""
-            head = f"{call_id} {literal(ARGS, special_ids)}"
-            return "t_call", call_rules(
-                tools, lambda tool: f"{json.dumps(tool.name)}{head} {call_arguments(tool, free=free)}"
-            )
-        calls = call_rules(tools, lambda tool: object_call(tool, call_arguments(tool, free=free)))
-        several = repeated("t_call", '", " t_call', parallel=parallel)
-        # SentencePiece tokenizers begin a word after a mark: `[TOOL_CALLS] [{`.
-        return "t_list", (f't_list: " "? "[" {several} "]"', *calls)
+    def opening(self, special_ids: Mapping[str, int]) -> str:
+        """See MarkedFormat. SentencePiece tokenizers begin a word after a mark: `[TOOL_CALLS] [{`."""
+        return f'" "? {super().opening(special_ids)}'
 
 
 class MistralParser(JsonCallParser):
-    """Parser of calls after `[TOOL_CALLS]`."""
+    """Parser of calls after `[TOOL_CALLS]`, in both forms."""
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -98,3 +69,17 @@ class MistralParser(JsonCallParser):
         yield from source.space()
         if (yield from read_arguments(source, self.message.arguments)):
             self.message.complete_call()
+
+
+MISTRAL = MistralFormat(
+    name="mistral",
+    marks=(CALLS, ARGS, CALL_ID),
+    parser=MistralParser,
+    head='{"name": "NAME", "arguments": ',
+    tail="}",
+    between=", ",
+    frame=("[", "]"),
+    repeats_mark=False,
+)
+MISTRAL_NAMED = MistralFormat(name="mistral_named", marks=MISTRAL.marks, parser=MistralParser, head=f"NAME{ARGS}")
+"""Format of tokenizers from v11: each call has its name before its arguments."""

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 
 from gateway.text.grammars.grammar import Fragment, any_of, literal
-from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import (
     call_arguments,
     call_rules,
@@ -19,7 +18,7 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     text_unless,
 )
-from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat
+from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser
 from gateway.text.tools.reader import Steps
 
@@ -37,9 +36,8 @@ class PlainJsonFormat(ToolFormat):
 
     name = "json"
 
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat."""
-        return PlainJsonParser(self.new_call_id, tools)
+    def __init__(self) -> None:
+        self.parser = PlainJsonParser
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
@@ -74,9 +72,8 @@ class LlamaJsonFormat(ToolFormat):
     name = "llama3_json"
     marks = (PYTHON_TAG,)
 
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat."""
-        return PlainJsonParser(self.new_call_id, tools, mark=PYTHON_TAG)
+    def __init__(self) -> None:
+        self.parser = LlamaJsonParser
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
@@ -100,21 +97,20 @@ class LlamaJsonFormat(ToolFormat):
 class PlainJsonParser(JsonCallParser):
     """Parser of calls at the beginning of an answer, in a code fence or not, and after a mark.
 
-    Args:
-        tools: Without a mark, an object is a call only if it names one of these tools, because content may be JSON
-            too.
+    Without a mark, an object is a call only if it names one of the tools, because content may be JSON too.
+
+    Attributes:
         mark: Mark that may precede a call anywhere.
     """
 
-    def __init__(self, new_id: NewId, tools: Sequence[Tool], mark: str | None = None) -> None:
-        self._mark = mark
-        super().__init__(new_id, frozenset(tool.name for tool in tools))
+    mark: str | None = None
 
     def _read(self) -> Steps[None]:
         source = self.source
+        self._know_tools()
         source.begin_trial()
         yield from source.space()
-        if self._mark is None or not (yield from source.accept(self._mark)):
+        if self.mark is None or not (yield from source.accept(self.mark)):
             fence = yield from source.accept_any(_FENCES)
             yield from self._read_calls()
             self._reject()
@@ -122,13 +118,13 @@ class PlainJsonParser(JsonCallParser):
                 yield from source.accept("```")
         else:
             yield from self._read_marked()
-        while self._mark is not None and (yield from source.text_until((self._mark,), self.message.content)):
-            source.begin_trial(self._mark)
+        while self.mark is not None and (yield from source.text_until((self.mark,), self.message.content)):
+            source.begin_trial(self.mark)
             yield from self._read_marked()
         yield from source.rest(self.message.content)
 
     def _read_marked(self) -> Steps[None]:
-        self._known = None
+        self.known = None
         yield from self._read_calls()
         self._reject()
 
@@ -149,5 +145,12 @@ class PlainJsonParser(JsonCallParser):
                 return
 
 
+class LlamaJsonParser(PlainJsonParser):
+    """Parser of Llama's calls."""
+
+    mark = PYTHON_TAG
+
+
+LLAMA3_JSON = LlamaJsonFormat()
 FALLBACK = PlainJsonFormat()
 """Format for models whose template does not mention tools. The prompt tells them what to write; see prompting."""

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gateway.text.grammars.grammar import Fragment
-from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import (
     MarkedFormat,
     Notation,
@@ -20,7 +19,7 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     text_unless,
 )
-from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat
+from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.literals import LiteralReader
 from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Steps
 
@@ -49,9 +48,8 @@ class PythonicFormat(ToolFormat):
     name = "pythonic"
     marks = (START, END)
 
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat."""
-        return PythonicParser(self.new_call_id, tools)
+    def __init__(self) -> None:
+        self.parser = PythonicParser
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
@@ -71,37 +69,17 @@ class PythonicFormat(ToolFormat):
 class ToolCodeFormat(MarkedFormat):
     """Calls in a code fence, one per line. See ToolFormat."""
 
-    name = "gemma"
-    marks = (FENCE,)
-
-    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat."""
-        return ToolCodeParser(self.new_call_id, tools)
-
-    def after_mark(
-        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
-    ) -> tuple[str, tuple[str, ...]]:
+    def call_rules(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, free: bool) -> tuple[str, ...]:
         """See MarkedFormat."""
-        several = repeated("t_call", '"\\n" t_call', parallel=parallel)
-        return f'"\\n" {several} "\\n" {json.dumps(FENCE_END)}', _rules(tools, free=free)
+        return _rules(tools, free=free)
 
-    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
-        """See ToolFormat."""
-        return "\n".join([FENCE, *(render_call(name, values) for name, values in calls), FENCE_END])
+    def render_call(self, name: str, values: CallArguments) -> str:
+        """See MarkedFormat."""
+        return render_call(name, values)
 
 
 class _PythonCallParser(CallParser):
-    """Parser of one call, for both formats.
-
-    Args:
-        tools: Tools whose properties name the positional arguments.
-        known: Names of functions; None if any may be called.
-    """
-
-    def __init__(self, new_id: NewId, tools: Sequence[Tool], known: frozenset[str] | None) -> None:
-        self._properties = {tool.name: tuple(tool.parameters.get("properties", ())) for tool in tools}
-        self._known = known
-        super().__init__(new_id)
+    """Parser of one call, for both formats. The properties of its tool name the positional arguments."""
 
     def read_call(self) -> Steps[bool]:
         """Read `name(key=value, ...)`; return False if it is malformed or, before its bracket, not a call.
@@ -114,7 +92,7 @@ class _PythonCallParser(CallParser):
         name = yield from source.word(NAME, MAX_NAME)
         if not name or not (yield from source.accept("(")):
             return False
-        if self._known is not None and name not in self._known:
+        if self.known is not None and name not in self.known:
             return False
         source.end_trial()
         message.begin_call(name)
@@ -126,7 +104,8 @@ class _PythonCallParser(CallParser):
             yield from source.space()
             whole = yield from source.accept(")")
         else:
-            whole = yield from self._read_arguments(values, self._properties.get(name, ()))
+            schema = next((tool.parameters for tool in self.tools if tool.name == name), {})
+            whole = yield from self._read_arguments(values, tuple(schema.get("properties", ())))
         if whole:
             message.complete_call()
         return whole
@@ -165,21 +144,18 @@ class _PythonCallParser(CallParser):
 class PythonicParser(_PythonCallParser):
     """Parser of a list of calls at the beginning of an answer or after a mark.
 
-    Args:
-        tools: Without a mark, a list is a list of calls only if it begins with one of these tools.
+    Without a mark, a list is a list of calls only if it begins with one of the tools.
     """
-
-    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
-        super().__init__(new_id, tools, frozenset(tool.name for tool in tools))
 
     def _read(self) -> Steps[None]:
         source = self.source
+        self._know_tools()
         source.begin_trial()
         yield from source.space()
         marked = yield from source.accept(START)
         while True:
             if marked:
-                self._known = None
+                self.known = None
             yield from self._read_lists()
             self._reject()
             if not (yield from source.text_until((START,), self.message.content)):
@@ -207,9 +183,6 @@ class PythonicParser(_PythonCallParser):
 
 class ToolCodeParser(_PythonCallParser):
     """Parser of calls in code fences. A call may be the argument of a print, or in a list."""
-
-    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
-        super().__init__(new_id, tools, None)
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -259,3 +232,9 @@ def _rules(tools: Sequence[Tool], *, free: bool, before: str = "", rule: str = "
         return f'{json.dumps(before + tool.name + "(")} {arguments.expression} ")"'
 
     return (*call_rules(tools, call, rule), *rules)
+
+
+PYTHONIC = PythonicFormat()
+TOOL_CODE = ToolCodeFormat(
+    name="gemma", marks=(FENCE,), parser=ToolCodeParser, between="\n", frame=("\n", f"\n{FENCE_END}")
+)

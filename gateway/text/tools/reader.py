@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from gateway.text.message_parser import ToolCallDelta
-from gateway.text.tools.format import NewId
+from gateway.text.tools.format import NewId, Tool
 
 _Value = TypeVar("_Value")
 Steps = Generator[None, None, _Value]
@@ -258,13 +258,18 @@ class CallParser:
     """Base class of the parsers of all formats. See gateway.text.message_parser.ToolParser.
 
     A format implements `_read`, a generator that consumes `source` and reports its findings to `message`.
+
+    Attributes:
+        tools: Tools that may be called.
+        known: Names of functions; None if any may be called.
     """
 
-    def __init__(self, new_id: NewId) -> None:
+    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
         self.source = Source()
         self.message = Message(new_id)
-        self._steps: Steps[None] | None = self._read()
-        self._resume()
+        self.tools = tools
+        self.known: frozenset[str] | None = None
+        self._steps = self._read()
 
     @property
     def num_complete(self) -> int:
@@ -274,29 +279,65 @@ class CallParser:
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """See ToolParser."""
         self.source.feed(text)
-        self._resume()
+        next(self._steps, None)
         return self.message.fetch(last=False)
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """See ToolParser."""
         self.source.end()
-        self._resume()
+        next(self._steps, None)
         return self.message.fetch(last=True)
 
     def _read(self) -> Steps[None]:
         raise NotImplementedError
 
-    def _resume(self) -> None:
-        self._steps = read_on(self._steps)
+    def _know_tools(self) -> None:
+        self.known = frozenset(tool.name for tool in self.tools)
 
     def _reject(self) -> None:
         """Turn the recorded text into content, because it was not a call."""
         self.message.content(self.source.end_trial())
 
 
-def read_on(steps: Steps[None] | None) -> Steps[None] | None:
-    """Run a generator on the available text; return it for continuation, or None when it has finished."""
-    return None if steps is None or next(steps, steps) is steps else steps
+class TextSplitter:
+    """Base class of splitters of one choice's text. See gateway.text.message_parser.ReasoningSplitter.
+
+    A format implements `_read`, a generator that consumes `source`, adds to `reasoning` and `content`, and keeps
+    `in_reasoning` and `done` up to date.
+
+    Args:
+        opened: The prompt ends inside reasoning.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self.in_reasoning = opened
+        self.done = False
+        self.source = Source()
+        self.reasoning: list[str] = []
+        self.content: list[str] = []
+        self._steps = self._read()
+
+    def push(self, text: str) -> tuple[str, str]:
+        """See ReasoningSplitter."""
+        if self.done:
+            return "", text
+        self.source.feed(text)
+        return self._resume()
+
+    def finish(self) -> tuple[str, str]:
+        """See ReasoningSplitter."""
+        self.source.end()
+        return self._resume()
+
+    def _read(self) -> Steps[None]:
+        raise NotImplementedError
+
+    def _resume(self) -> tuple[str, str]:
+        next(self._steps, None)
+        found = "".join(self.reasoning), "".join(self.content)
+        self.reasoning.clear()
+        self.content.clear()
+        return found
 
 
 def nowhere(_: str) -> None:
