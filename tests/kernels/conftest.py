@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +12,10 @@ if not torch.cuda.is_available():
 
 from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.common.cpu.pool import use_cache_directory
+from tests.fakes.numba_cache import CACHE
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernel_cache() -> None:
-    """Cache compiled CPU kernels in numba's cache folder, keyed by the hash of all sources."""
-    use_cache_directory(Path(__file__).parents[2] / ".pytest_cache" / "numba")
+# Before any test module imports a kernel: numba chooses the folder of a function when it is defined.
+use_cache_directory(CACHE)
 
 
 @pytest.fixture(scope="session")

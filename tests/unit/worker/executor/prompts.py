@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
+from tests.fakes.numba_cache import CACHE
 from worker.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 PROMPTS = ([5, 9, 77, 200, 13], [1, 2, 3], [262, 0, 100, 101, 102, 103, 104])
@@ -18,7 +19,7 @@ def settings_maker(folder: Path, tmp_path: Path, **defaults: object) -> Callable
     def make(**values: object) -> WorkerSettings:
         (tmp_path / "run").mkdir(mode=0o700, exist_ok=True)
         common = {"max_num_seqs": 4, "num_kv_pages": 64, "dtype": "float32", "num_threads": 1}
-        paths = {"model": str(folder), "runtime_dir": str(tmp_path / "run")}
+        paths = {"model": str(folder), "runtime_dir": str(tmp_path / "run"), "cache_dir": str(CACHE)}
         return WorkerSettings(**(common | paths | defaults | values))
 
     return make

@@ -1,19 +1,12 @@
-"""Cache of compiled test kernels, keyed by the hash of all sources, and the opened default model."""
+"""Opened default model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from kernels.common.cpu.pool import use_cache_directory
 from worker.model.loading import ModelFiles, open_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernel_cache() -> None:
-    use_cache_directory(Path(__file__).parents[4] / ".pytest_cache" / "numba")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels.backends.cpu_sampling import CpuSamplingOps
+from kernels.backends.reference import SamplingOps
+
 
 @pytest.fixture(autouse=True, scope="package")
 def one_torch_thread() -> Iterator[None]:
@@ -15,3 +18,15 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="package")
+def compiled_ops() -> CpuSamplingOps:
+    ops = CpuSamplingOps(1)
+    ops.compile()
+    return ops
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> SamplingOps | CpuSamplingOps:
+    return SamplingOps() if request.param == "reference" else request.getfixturevalue("compiled_ops")

@@ -1,18 +1,16 @@
-"""Sampler with a small vocabulary."""
+"""Sampler with a small vocabulary, and a test of the distribution of its tokens."""
 
-from kernels.backends.cpu_sampling import CpuSamplingOps
+import math
+
+import numpy as np
+import torch
+
 from kernels.backends.reference import SamplingOps
 from shared.sampling_params import SamplingParams
 from worker.executor.device import Device
 from worker.executor.request_rows import RequestRows
 from worker.plan import NewRow, ScheduledTokens, StepPlan
 from worker.sampling.sampler import Sampler
-
-
-def compiled_ops():
-    ops = CpuSamplingOps(1)
-    ops.compile()
-    return ops
 
 
 class SmallSampler:
@@ -54,3 +52,26 @@ class SmallSampler:
             part = slice(begin, begin + self.max_num_seqs)
             found += self.sample(logits[part], rows[part], positions[part]).token_ids.tolist()
         return found
+
+
+def logits_like(seed=0, rows=1, vocab=40, spread=2.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def assert_distribution(ops, row, probabilities, **sampling):
+    """Check that 20,000 tokens sampled from a row match the probabilities at level 1e-5 (Wilson and Hilferty 1931)."""
+    count = 20_000
+    small = SmallSampler(ops=ops)
+    small.add(0, seed=1234, **sampling)
+    ids = small.ids(row.expand(count, -1).contiguous(), [0] * count, list(range(count)))
+    counts = np.bincount(ids, minlength=len(probabilities))
+    expected = probabilities / probabilities.sum() * count
+    assert counts[expected == 0].sum() == 0
+    likely = expected >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    degrees = len(wanted) - 1
+    share = 2 / (9 * degrees)
+    limit = degrees * (1 - share + 4.265 * math.sqrt(share)) ** 3
+    assert ((observed - wanted) ** 2 / wanted).sum() < limit

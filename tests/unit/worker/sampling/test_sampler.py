@@ -1,30 +1,13 @@
 """Sampling parameters of single rows."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.backends.reference import SamplingOps
-from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
+from tests.unit.worker.sampling.helpers import SmallSampler, assert_distribution, logits_like
 from worker.plan import ScheduledTokens, StepPlan
-
-
-@pytest.fixture(scope="module", params=["reference", "cpu"])
-def ops(request):
-    return SamplingOps() if request.param == "reference" else compiled_ops()
-
-
-def logits_like(seed=0, rows=1, vocab=40, spread=2.0):
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
-
-
-def chi_squared_limit(degrees):
-    """Return the 1 - 1e-5 quantile (Wilson and Hilferty 1931)."""
-    share = 2 / (9 * degrees)
-    return degrees * (1 - share + 4.265 * math.sqrt(share)) ** 3
 
 
 @pytest.mark.parametrize(
@@ -41,12 +24,7 @@ def chi_squared_limit(degrees):
     ids=str,
 )
 def test_tokens_are_distributed_as_the_filtered_softmax(sampling, ops):
-    num_draws = 20_000
-    small = SmallSampler(ops=ops)
-    small.add(0, seed=1234, **sampling)
     row = logits_like(3, spread=1.5)
-    ids = small.ids(row.expand(num_draws, -1).contiguous(), [0] * num_draws, list(range(num_draws)))
-    counts = np.bincount(ids, minlength=40)
     probabilities = torch.softmax(row[0].double() / sampling["temperature"], dim=0).numpy()
     order = np.argsort(-probabilities, kind="stable")
     kept = probabilities[order] >= sampling.get("min_p", 0.0) * probabilities.max()
@@ -56,44 +34,19 @@ def test_tokens_are_distributed_as_the_filtered_softmax(sampling, ops):
     kept &= before < sampling.get("top_p", 1.1) * mass.sum()
     expected = np.zeros(40)
     expected[order[kept]] = probabilities[order[kept]]
-    expected *= num_draws / expected.sum()
-    assert counts[expected == 0].sum() == 0
-    likely = expected >= 5
-    observed = np.append(counts[likely], counts[~likely].sum())
-    wanted = np.append(expected[likely], expected[~likely].sum())
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    assert ((observed - wanted) ** 2 / wanted).sum() < chi_squared_limit(len(wanted) - 1)
+    assert_distribution(ops, row, expected, **sampling)
 
 
-def test_tokens_depend_on_seed_and_choice(ops):
+@pytest.mark.parametrize("sampling", [{}, {"xtc_probability": 0.5, "xtc_threshold": 0.02}], ids=str)
+def test_tokens_depend_on_seed_and_choice(sampling, ops):
     small = SmallSampler(ops=ops)
     for row, (seed, choice) in enumerate([(42, 0), (42, 0), (42, 1), (43, 0), (-42, 0), (42 + 2**32, 0)]):
-        small.add(row, seed=seed, choice=choice)
+        small.add(row, seed=seed, choice=choice, **sampling)
     row = logits_like(1, spread=0.5).expand(60, -1).contiguous()
     streams = [small.ids(row, [i] * 60, list(range(60))) for i in range(6)]
     assert streams[0] == streams[1]
     for other in streams[2:]:
         assert sum(a == b for a, b in zip(streams[0], other)) < 15
-
-
-def test_a_row_is_independent_of_its_neighbours(ops):
-    wishes = [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "top_p": 0.8, "seed": 5},
-        {"temperature": 1.0, "repetition_penalty": 1.4, "seed": 6},
-        {"temperature": 0.0, "logit_bias": {7: 50.0}},
-        {"temperature": 1.5, "min_tokens": 9, "seed": 7, "logprobs": 3},
-        {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 1.0},
-    ]
-    logits = logits_like(2, rows=6)
-    together = SmallSampler(ops=ops)
-    for row, wish in enumerate(wishes):
-        together.add(row, token_ids=[4, 5, 6, 6, 6, 9], num_prompt_tokens=3, eos=[2], **wish)
-    ids = together.ids(logits, list(range(6)), [6] * 6)
-    for i, wish in enumerate(wishes):
-        alone = SmallSampler(ops=ops)
-        alone.add(7, token_ids=[4, 5, 6, 6, 6, 9], num_prompt_tokens=3, eos=[2], **wish)
-        assert alone.ids(logits[i : i + 1], [7], [6]) == [ids[i]]
 
 
 def test_greedy_selects_the_lowest_id_of_equal_logits(ops):
