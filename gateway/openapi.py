@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from gateway.api.anthropic.answers import AnthropicErrorAnswer
 from gateway.api.anthropic.errors import OVERLOADED, is_anthropic
 from gateway.api.anthropic.fields import VERSION_HEADER
-from gateway.api.openai.answers import AnthropicErrorAnswer, ErrorAnswer
+from gateway.api.openai.answers import ErrorAnswer
 from gateway.http.auth import Scope
 from gateway.http.errors import dump_json
 from gateway.http.route import Route

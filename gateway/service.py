@@ -21,7 +21,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gateway.app import build_app, follow_ups
+from gateway.app import FOLLOW_UPS, build_app
 from gateway.cluster.registry import SCAN_INTERVAL, Registry
 from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
@@ -32,7 +32,7 @@ from gateway.http.auth import KeyRing, load_keys
 from gateway.http.drain import Drain
 from gateway.middleware import is_loopback_host
 from gateway.server import HttpRunner
-from gateway.siblings import Peers, Relay, render_metrics
+from gateway.siblings import Siblings, render_metrics
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
@@ -78,7 +78,7 @@ class Service:
         self._counted = CollectorRegistry()
         self._metrics = GatewayMetrics(self._counted)
         self._registry: Registry | None = None
-        self._peers: Peers | None = None
+        self._siblings: Siblings | None = None
         self._refusal: str | None = None
 
     async def run(self) -> None:
@@ -135,7 +135,7 @@ class Service:
             on_refused=None if notify.supervisor_fd() is None else self._refuse_model,
             on_loaded=freeze_long_lived_objects,
         )
-        peers = self._peers = self._find_peers(directory)
+        siblings = self._siblings = self._find_siblings(directory)
         worker_reports = CollectorRegistry()
         worker_reports.register(WorkerCollector(registry.snapshots))
         services = Services(
@@ -146,14 +146,14 @@ class Service:
             grammars=self._grammars,
             drain=self._drain,
             metrics=self._metrics,
-            exposition=partial(render_metrics, self._counted, worker_reports, peers),
+            exposition=partial(render_metrics, self._counted, worker_reports, siblings),
             gateway_index=settings.gateway_index,
             responses=ResponseStore(max_bytes=settings.response_store_size, time_to_live=settings.response_store_ttl),
             streams=StreamStore(max_bytes=settings.stream_buffer_size, grace=settings.stream_grace),
             max_body_size=settings.max_body_size,
             body_timeout=settings.body_timeout,
             keepalive_interval=settings.keepalive_interval,
-            relay=None if peers is None else Relay(directory, settings.gateway_index, settings.gateway_processes),
+            relay=siblings,
         )
         app = build_app(services, check_host=key_ring.empty and loopback, cors_origins=settings.cors_origin)
 
@@ -164,8 +164,8 @@ class Service:
             threads.close()
 
         app.cleanup_ctx.append(connections)
-        if peers is not None:
-            app.cleanup_ctx.append(peers.listening)
+        if siblings is not None:
+            app.cleanup_ctx.append(partial(siblings.listening, FOLLOW_UPS))
         app.cleanup_ctx.append(self._housekeeping)
         return app
 
@@ -186,7 +186,7 @@ class Service:
             metrics=self._metrics,
         )
 
-    def _find_peers(self, directory: Path) -> Peers | None:
+    def _find_siblings(self, directory: Path) -> Siblings | None:
         """Return the connection to the other gateway processes, if there are any."""
         index, num_processes = self._settings.gateway_index, self._settings.gateway_processes
         if num_processes == 1:
@@ -195,16 +195,16 @@ class Service:
             raise ConfigurationError(
                 f"--gateway-index is {index}; it must be below --gateway-processes, which is {num_processes}"
             )
-        return Peers(directory, index, num_processes, partial(generate_latest, self._counted), follow_ups)
+        return Siblings(directory, index, num_processes, partial(generate_latest, self._counted))
 
     async def _wait_for_worker(self) -> None:
         """Wait until this process has a worker, or until no other gateway process accepts connections."""
-        if self._peers is None or self._registry is None:
+        if self._siblings is None or self._registry is None:
             return
-        while not (self._stop.is_set() or self._registry.ready()[0]) and await self._peers.others_accept():
+        while not (self._stop.is_set() or self._registry.ready()[0]) and await self._siblings.others_accept():
             notify.ready("waiting_for_a_worker")
             await asyncio.sleep(SCAN_INTERVAL)
-        self._peers.serve()
+        self._siblings.serve()
 
     async def _listen(self, runner: HttpRunner) -> None:
         host, port = self._settings.host, self._settings.port

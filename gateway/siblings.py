@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.http.auth import Identity, Scope
 from gateway.http.body import check_no_fields
 from gateway.http.errors import error_response, json_response
-from gateway.http.route import Handler
+from gateway.http.route import Handler, Route
 from gateway.stores.ids import gateway_of, shown_id
 from gateway.stores.responses import find_items
 from shared.errors import ConfigurationError, InvalidRequestError, NotFoundError, PeltonError, UnavailableError
@@ -54,20 +54,170 @@ def peer_socket(directory: Path, index: int) -> Path:
     return directory / f"gateway-{index}.sock"
 
 
-class SiblingClient:
-    """HTTP client of the sibling processes.
+class Siblings:
+    """The other gateway processes: client of their sockets, and server on the socket of this process.
 
     Args:
         directory: Runtime directory with the sockets; see peer_socket.
         index: Index of this process.
         num_processes: Number of gateway processes.
+        counted: Function that returns the metrics of this process in Prometheus' text format.
+        patience: Seconds without data after which a sibling is considered hung; streams may be silent for longer.
     """
 
-    def __init__(self, directory: Path, index: int, num_processes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        index: int,
+        num_processes: int,
+        counted: Callable[[], bytes] = bytes,
+        *,
+        patience: float = _ANSWER_SECONDS,
+    ) -> None:
         self._directory = directory
         self._index = index
-        self._num_processes = num_processes
         self._others = [other for other in range(num_processes) if other != index]
+        self._counted = counted
+        self._patience = patience
+        self._state = _WAITING
+
+    async def listening(self, routes: Iterable[Route], public: web.Application) -> AsyncIterator[None]:
+        """Listen until the application is cleaned up; for its cleanup_ctx.
+
+        Args:
+            routes: Routes that are answered for siblings.
+            public: The application that answers clients.
+
+        Raises:
+            ConfigurationError: A gateway with this index is already running.
+        """
+        app = sibling_app(routes, public)
+        app.router.add_get("/metrics", self._answer_metrics)
+        app.router.add_get("/state", self._answer_state)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
+        await runner.setup()
+        path = peer_socket(self._directory, self._index)
+        if await asyncio.to_thread(_answers, path):
+            raise ConfigurationError(
+                f"a gateway with --gateway-index {self._index} is already running in {self._directory}; "
+                "give each gateway an index of its own"
+            )
+        path.unlink(missing_ok=True)
+        await web.UnixSite(runner, path).start()
+        yield
+        await runner.cleanup()
+
+    async def _answer_metrics(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._counted())
+
+    async def _answer_state(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._state)
+
+    def serve(self) -> None:
+        """Record that this process accepts connections."""
+        self._state = _SERVING
+
+    async def metrics(self) -> dict[int, bytes]:
+        """Return the metrics of each gateway that answers within a second, including this one, by index."""
+        answers = await self._ask_others("GET", "/metrics", within=_PATIENCE_SECONDS)
+        return {self._index: self._counted()} | {
+            index: answer[1] for index, answer in answers.items() if answer is not None and answer[0] == 200
+        }
+
+    async def others_accept(self) -> bool:
+        """Return True if another process accepts connections or has a lower index and will do so.
+
+        A process without a worker must not accept its share of connections while other processes have one.
+        """
+        # It is asked several times a second while no other process may be running, so nothing is logged.
+        answers = await self._ask_others("GET", "/state", within=_PATIENCE_SECONDS, quiet=True)
+        return any(
+            answer is not None and (answer[1] == _SERVING or index < self._index) for index, answer in answers.items()
+        )
+
+    def holder(self, identifier: str) -> int | None:
+        """Return the index of the other process that an id names; None if it names this process or none."""
+        index = gateway_of(identifier)
+        return index if index in self._others else None
+
+    async def pass_on(self, request: web.Request, holder: int) -> web.StreamResponse:
+        """Forward a request to a process and its response to the client, as it arrives."""
+        headers = {name: request.headers[name] for name in _REQUEST_HEADERS if name in request.headers}
+        headers |= _identity_headers(request)
+        # A stream may be silent for a long time.
+        streams = "stream" in request.query or request.path.startswith("/v1/streams/")
+        patience, path = None if streams else self._patience, request.rel_url.raw_path_qs
+        async with self._request(holder, request.method, path, patience=patience, headers=headers) as answer:
+            response = web.StreamResponse(status=answer.status)
+            for name in _RESPONSE_HEADERS:
+                if name in answer.headers:
+                    response.headers[name] = answer.headers[name]
+            await response.prepare(request)
+            try:
+                async for data in answer.content.iter_any():
+                    await response.write(data)
+            except aiohttp.ClientError:
+                # A regular end would look like a complete response.
+                raise ConnectionError("the other gateway process closed the connection") from None
+            await response.write_eof()
+            return response
+
+    async def ask_all(self, request: web.Request) -> bool:
+        """Return True if another process finds the object that a request names.
+
+        Raises:
+            UnavailableError: A process that may have it does not answer.
+        """
+        headers = _identity_headers(request)
+        answers = await self._ask_others(
+            request.method, request.rel_url.raw_path, within=self._patience, headers=headers
+        )
+        if any(answer is not None and answer[0] == 200 for answer in answers.values()):
+            return True
+        if None in answers.values():
+            raise UnavailableError("A gateway process that may hold this object does not answer. Try again later.")
+        return False
+
+    async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
+        """Return the conversation that a stored response continues; see app_keys.SiblingStores."""
+        path, headers = f"/conversation/{identifier}", {_OWNER: owner.hex()}
+        async with self._request(holder, "GET", path, patience=self._patience, headers=headers) as answer:
+            if answer.status == 400:
+                raise InvalidRequestError(
+                    "previous_response_id names a response that has not ended yet; wait for its end.",
+                    param="previous_response_id",
+                )
+            if answer.status != 200:
+                raise NotFoundError(f"There is no response with the id {shown_id(identifier)}.")
+            return (await _read_body(answer),)
+
+    async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
+        """Return the stored items with these ids; see app_keys.SiblingStores."""
+        body, headers = orjson.dumps(identifiers), {_OWNER: owner.hex()}
+        async with self._request(
+            holder, "POST", "/items", patience=self._patience, headers=headers, data=body
+        ) as answer:
+            if answer.status != 200:
+                raise UnavailableError(_NO_ANSWER)
+            found: dict[str, dict[str, Any]] = orjson.loads(await _read_body(answer))
+            return found
+
+    async def _ask_others(
+        self, method: str, path: str, *, within: float, **options: Any
+    ) -> dict[int, tuple[int, bytes] | None]:
+        """Return the status and the body of each sibling's response by index; None if it does not answer in time."""
+
+        async def ask(index: int) -> tuple[int, bytes] | None:
+            try:
+                async with (
+                    asyncio.timeout(within),
+                    self._request(index, method, path, patience=None, **options) as answer,
+                ):
+                    return answer.status, await _read_body(answer)
+            except (TimeoutError, UnavailableError):
+                return None
+
+        return dict(zip(self._others, await asyncio.gather(*map(ask, self._others))))
 
     @asynccontextmanager
     async def _request(
@@ -99,88 +249,10 @@ class SiblingClient:
                 yield answer
 
 
-class Peers(SiblingClient):
-    """Server for the siblings of this process, and client of theirs.
-
-    Args:
-        directory: Runtime directory with the sockets.
-        index: Index of this process.
-        num_processes: Number of gateway processes.
-        counted: Function that returns the metrics of this process in Prometheus' text format.
-        follow_ups: Function that makes the application for siblings from the application for clients.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        index: int,
-        num_processes: int,
-        counted: Callable[[], bytes],
-        follow_ups: Callable[[web.Application], web.Application],
-    ) -> None:
-        super().__init__(directory, index, num_processes)
-        self._counted = counted
-        self._follow_ups = follow_ups
-        self._state = _WAITING
-
-    async def listening(self, public: web.Application) -> AsyncIterator[None]:
-        """Listen until the application is cleaned up; for its cleanup_ctx.
-
-        Raises:
-            ConfigurationError: A gateway with this index is already running.
-        """
-        app = self._follow_ups(public)
-        app.router.add_get("/metrics", self._answer_metrics)
-        app.router.add_get("/state", self._answer_state)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
-        await runner.setup()
-        path = peer_socket(self._directory, self._index)
-        if await asyncio.to_thread(_answers, path):
-            raise ConfigurationError(
-                f"a gateway with --gateway-index {self._index} is already running in {self._directory}; "
-                "give each gateway an index of its own"
-            )
-        path.unlink(missing_ok=True)
-        await web.UnixSite(runner, path).start()
-        yield
-        await runner.cleanup()
-
-    async def metrics(self) -> dict[int, bytes]:
-        """Return the metrics of each gateway that answers within a second, including this one, by index."""
-        return {self._index: self._counted(), **await self._ask_all("metrics")}
-
-    async def others_accept(self) -> bool:
-        """Return True if another process accepts connections or has a lower index and will do so.
-
-        A process without a worker must not accept its share of connections while other processes have one.
-        """
-        states = await self._ask_all("state")
-        return any(state == _SERVING or index < self._index for index, state in states.items())
-
-    def serve(self) -> None:
-        """Record that this process accepts connections."""
-        self._state = _SERVING
-
-    async def _ask_all(self, path: str) -> dict[int, bytes]:
-        answers = await asyncio.gather(*(self._ask(index, path) for index in self._others))
-        return {index: answer for index, answer in zip(self._others, answers) if answer is not None}
-
-    async def _ask(self, index: int, path: str) -> bytes | None:
-        quiet = path == "state"  # asked several times a second while no other process may be running
-        try:
-            async with (
-                asyncio.timeout(_PATIENCE_SECONDS),
-                self._request(index, "GET", f"/{path}", patience=None, quiet=quiet) as answer,
-            ):
-                return await _read_body(answer) if answer.status == 200 else None
-        except (TimeoutError, UnavailableError):
-            return None
-
-    async def _answer_metrics(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._counted())
-
-    async def _answer_state(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._state)
+def _identity_headers(request: web.Request) -> dict[str, str]:
+    """Return the headers that tell a sibling for whom it answers a request."""
+    identity = request[IDENTITY]
+    return {_OWNER: identity.key_hash.hex(), _SCOPE: identity.scope.value}
 
 
 def _answers(path: Path) -> bool:
@@ -192,108 +264,6 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-class Relay(SiblingClient):
-    """Client of the sibling gateway processes.
-
-    Args:
-        directory: Runtime directory with the sockets; see peer_socket.
-        index: Index of this process.
-        num_processes: Number of gateway processes.
-        patience: Seconds without data after which a sibling is considered hung; streams may be silent for longer.
-    """
-
-    def __init__(self, directory: Path, index: int, num_processes: int, *, patience: float = _ANSWER_SECONDS) -> None:
-        super().__init__(directory, index, num_processes)
-        self._patience = patience
-
-    def holder(self, identifier: str) -> int | None:
-        """Return the index of the other process that an id names; None if it names this process or none."""
-        index = gateway_of(identifier)
-        return index if index is not None and index != self._index and index < self._num_processes else None
-
-    async def pass_on(self, request: web.Request, holder: int) -> web.StreamResponse:
-        """Forward a request to a process and its response to the client, as it arrives."""
-        headers = {name: request.headers[name] for name in _REQUEST_HEADERS if name in request.headers}
-        headers[_SCOPE] = request[IDENTITY].scope.value
-        path, owner = request.rel_url.raw_path_qs, request[IDENTITY].key_hash
-        # A stream may be silent for a long time.
-        streams = "stream" in request.query or request.path.startswith("/v1/streams/")
-        async with self._ask(holder, request.method, path, owner, headers, streams=streams) as answer:
-            response = web.StreamResponse(status=answer.status)
-            for name in _RESPONSE_HEADERS:
-                if name in answer.headers:
-                    response.headers[name] = answer.headers[name]
-            await response.prepare(request)
-            try:
-                async for data in answer.content.iter_any():
-                    await response.write(data)
-            except aiohttp.ClientError:
-                # A regular end would look like a complete response.
-                raise ConnectionError("the other gateway process closed the connection") from None
-            await response.write_eof()
-            return response
-
-    async def ask_all(self, request: web.Request) -> bool:
-        """Return True if another process finds the object that a request names.
-
-        Raises:
-            UnavailableError: A process that may have it does not answer.
-        """
-        answers = await asyncio.gather(*(self._finds(request, index) for index in self._others))
-        if None in answers and True not in answers:
-            raise UnavailableError("A gateway process that may hold this object does not answer. Try again later.")
-        return True in answers
-
-    async def _finds(self, request: web.Request, index: int) -> bool | None:
-        """Return True if a process finds the object, False if it does not, None if it does not answer."""
-        identity = request[IDENTITY]
-        headers = {_SCOPE: identity.scope.value}
-        try:
-            async with (
-                asyncio.timeout(self._patience),
-                self._ask(index, request.method, request.rel_url.raw_path, identity.key_hash, headers) as answer,
-            ):
-                return answer.status == 200
-        except (TimeoutError, UnavailableError):
-            return None
-
-    async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
-        """Return the conversation that a stored response continues; see app_keys.SiblingStores."""
-        async with self._ask(holder, "GET", f"/conversation/{identifier}", owner, {}) as answer:
-            if answer.status == 400:
-                raise InvalidRequestError(
-                    "previous_response_id names a response that has not ended yet; wait for its end.",
-                    param="previous_response_id",
-                )
-            if answer.status != 200:
-                raise NotFoundError(f"There is no response with the id {shown_id(identifier)}.")
-            return (await _read_body(answer),)
-
-    async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
-        """Return the stored items with these ids; see app_keys.SiblingStores."""
-        async with self._ask(holder, "POST", "/items", owner, {}, orjson.dumps(identifiers)) as answer:
-            if answer.status != 200:
-                raise UnavailableError(_NO_ANSWER)
-            found: dict[str, dict[str, Any]] = orjson.loads(await _read_body(answer))
-            return found
-
-    def _ask(
-        self,
-        holder: int,
-        method: str,
-        path: str,
-        owner: bytes,
-        headers: Mapping[str, str],
-        body: bytes | None = None,
-        *,
-        streams: bool = False,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Send a request for a client. Raises UnavailableError if the sibling does not answer in time."""
-        patience = None if streams else self._patience
-        headers = {**headers, _OWNER: owner.hex()}
-        return self._request(holder, method, path, patience=patience, data=body, headers=headers)
 
 
 async def _read_body(answer: aiohttp.ClientResponse) -> bytes:
@@ -316,22 +286,23 @@ def relayed(handler: Handler) -> Handler:
             await check_no_fields(request)
         relay = request.app[SERVICES].relay
         holder = None if relay is None else relay.holder(request.match_info["id"])
-        if not isinstance(relay, Relay) or holder is None:
+        if not isinstance(relay, Siblings) or holder is None:
             return await handler(request)
         return await relay.pass_on(request, holder)
 
     return answer
 
 
-def sibling_app(routes: Sequence[tuple[str, str, Handler]], public: web.Application) -> web.Application:
+def sibling_app(routes: Iterable[Route], public: web.Application) -> web.Application:
     """Return the application that answers siblings, over the stores of the public application."""
     # The sibling has already limited the size of the client's body.
     app = web.Application(middlewares=[_from_sibling], client_max_size=0)
     app[SERVICES] = dataclasses.replace(public[SERVICES], relay=None)
-    internal = (("GET", "/conversation/{id}", _answer_conversation), ("POST", "/items", _answer_items))
-    for method, path, handler in (*routes, *internal):
-        for each in ("GET", "HEAD") if method == "GET" else (method,):
-            app.router.add_route(each, path, handler)
+    app.router.add_get("/conversation/{id}", _answer_conversation)
+    app.router.add_post("/items", _answer_items)
+    for route in routes:
+        for method in route.methods:
+            app.router.add_route(method, route.path, route.handler)
     return app
 
 
@@ -359,15 +330,17 @@ async def _answer_items(request: web.Request) -> web.StreamResponse:
     return json_response(await find_items(request.app[SERVICES].responses, wanted, request[IDENTITY].key_hash))
 
 
-async def render_metrics(counted: CollectorRegistry, workers: CollectorRegistry, peers: Peers | None = None) -> bytes:
+async def render_metrics(
+    counted: CollectorRegistry, workers: CollectorRegistry, siblings: Siblings | None = None
+) -> bytes:
     """Return metrics in Prometheus' text format.
 
     Args:
         counted: Metrics of this process.
         workers: Metrics that the workers report.
-        peers: The other gateway processes; None if there is only one.
+        siblings: The other gateway processes; None if there is only one.
     """
-    text = generate_latest(counted) if peers is None else labelled(await peers.metrics())
+    text = generate_latest(counted) if siblings is None else labelled(await siblings.metrics())
     return text + generate_latest(workers)
 
 

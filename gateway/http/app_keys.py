@@ -21,7 +21,7 @@ from shared.metrics import GatewayMetrics
 
 
 class SiblingStores(Protocol):
-    """Stores of the other gateway processes (gateway.siblings.Relay)."""
+    """Stores of the other gateway processes (gateway.siblings.Siblings)."""
 
     def holder(self, identifier: str) -> int | None:
         """Return the index of the other process that an id names; None if it names this process or none."""

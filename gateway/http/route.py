@@ -80,6 +80,11 @@ class Route:
     query: type[msgspec.Struct] | None = NoQuery
     admitted: bool = False
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods under which the route is registered."""
+        return ("GET", "HEAD") if self.method == "GET" else (self.method,)
+
 
 def query_of(request: web.BaseRequest, kind: type[Query]) -> Query:
     """Return the parameters of a request, parsed at the first call. Raises the errors of parse_query."""

@@ -23,7 +23,7 @@ from gateway.http.auth import ApiKey, KeyRing, Scope
 from gateway.http.drain import Drain
 from gateway.http.route import Route
 from gateway.server import HttpRunner
-from gateway.siblings import Relay, render_metrics
+from gateway.siblings import Siblings, render_metrics
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
@@ -182,7 +182,7 @@ async def run_gateway(
     streams: StreamStore | None = None,
     workers: CollectorRegistry | None = None,
     gateway_index: int = 0,
-    relay: Relay | None = None,
+    relay: Siblings | None = None,
     **limits: Any,
 ) -> AsyncIterator[Gateway]:
     """Run a gateway; with `keys` it accepts USER_KEY, OTHER_KEY and ADMIN_KEY."""

@@ -8,8 +8,8 @@ import msgspec
 import orjson
 import pytest
 
+from gateway.api.anthropic.answers import ModelInfoAnswer, ModelPageAnswer
 from gateway.api.anthropic.models import ModelsQuery, model_info, model_page
-from gateway.api.openai.answers import ModelInfoAnswer, ModelPageAnswer
 from gateway.text.formats import ModelFormats
 from gateway.text.reasoning import REASONING_FORMATS
 from shared.errors import InvalidRequestError

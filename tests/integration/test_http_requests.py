@@ -9,9 +9,9 @@ import json
 import pytest
 from aiohttp import web
 
-from gateway.app import follow_ups
+from gateway.app import FOLLOW_UPS
 from gateway.flow.events import TextDelta
-from gateway.siblings import Relay, peer_socket
+from gateway.siblings import Siblings, peer_socket, sibling_app
 from tests.fakes.fake_generator import MODEL, FakeGenerator
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, parse_events, run_gateway
@@ -142,10 +142,10 @@ async def test_version_says_nothing_else():
 @pytest.fixture
 async def two_processes(tmp_path):
     """Return the gateway that clients reach and the one that runs the request."""
-    relay = Relay(tmp_path, 0, 2)
+    relay = Siblings(tmp_path, 0, 2)
     other = run_gateway(FakeGenerator(endless), keys=True, gateway_index=1)
     async with run_gateway(keys=True, relay=relay) as reached, other as running:
-        runner = web.AppRunner(follow_ups(running.app), handler_cancellation=True)
+        runner = web.AppRunner(sibling_app(FOLLOW_UPS, running.app), handler_cancellation=True)
         await runner.setup()
         await web.UnixSite(runner, str(peer_socket(tmp_path, 1))).start()
         running.headers = bearer(USER_KEY)
@@ -172,6 +172,6 @@ async def test_a_request_of_another_process_is_aborted_by_either_id(two_processe
 
 
 async def test_a_silent_process_may_have_what_nobody_else_has(tmp_path):
-    async with run_gateway(relay=Relay(tmp_path, 0, 2)) as gateway:
+    async with run_gateway(relay=Siblings(tmp_path, 0, 2)) as gateway:
         async with gateway.session.delete(gateway.url + "/v1/requests/unknown") as response:
             assert response.status == 503 and response.headers["Retry-After"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.siblings import Relay, peer_socket
+from gateway.siblings import Siblings, peer_socket
 from tests.fakes.http_gateway import Gateway, run_gateway
 
 NUMBER = "01" + "0" * 30
@@ -33,7 +33,7 @@ async def beside(directory: Path, answer: bytes) -> AsyncIterator[Gateway]:
         writer.close()
 
     server = await asyncio.start_unix_server(serve, peer_socket(directory, 1))
-    async with server, run_gateway(relay=Relay(directory, 0, 2, patience=0.1)) as gateway:
+    async with server, run_gateway(relay=Siblings(directory, 0, 2, patience=0.1)) as gateway:
         yield gateway
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED, refusal_text
 from gateway.http.body import Struct, field_error
+from gateway.text.grammars.structural_tags import StructuralTag
 from shared.errors import InvalidRequestError
 
 MAX_INT32 = 2**31 - 1
@@ -43,17 +44,7 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     json_schema: JsonSchemaField
 
 
-class StructuralTagFormat(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="structural_tag"
-):
-    """vLLM's `{"type": "structural_tag", ...}`; see gateway.text.grammars.structural_tags."""
-
-    format: dict[str, Any] | None = None
-    structures: list[Any] | None = None
-    triggers: list[Any] | None = None
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTag
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -10,15 +10,15 @@ from gateway.api.common.fields import (
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponseFormat,
-    StructuralTagFormat,
     StructuredOutputs,
     invalid,
 )
+from gateway.http.body import convert
 from gateway.text.grammars.client import choice_fragment, grammar_fragment, regex_fragment
 from gateway.text.grammars.grammar import Fragment
 from gateway.text.grammars.json_schema import check_strict, json_expression
 from gateway.text.grammars.regex_size import check_size
-from gateway.text.grammars.structural_tags import structural_tag_fragment
+from gateway.text.grammars.structural_tags import StructuralTag, structural_tag_fragment
 from gateway.text.json_text import parsed_json
 from shared.errors import InvalidRequestError
 
@@ -65,9 +65,8 @@ def structured_fragment(fields: StructuredFields, special_ids: Mapping[str, int]
 def _format_fragment(field: ResponseFormat, special_ids: Mapping[str, int]) -> Fragment | None:
     if isinstance(field, JsonObjectFormat):
         return _json({"type": "object"}, "response_format")
-    if isinstance(field, StructuralTagFormat):
-        value = {"format": field.format, "structures": field.structures, "triggers": field.triggers}
-        return structural_tag_fragment(value, "response_format", special_ids)
+    if isinstance(field, StructuralTag):
+        return structural_tag_fragment(field, "response_format", special_ids)
     if not isinstance(field, JsonSchemaFormat):
         return None
     place, schema = "response_format.json_schema", field.json_schema
@@ -95,8 +94,7 @@ def _outputs_fragment(outputs: StructuredOutputs, special_ids: Mapping[str, int]
     if outputs.grammar is not None:
         return grammar_fragment(outputs.grammar, "so_grammar", place)
     if outputs.structural_tag is not None:
-        value = _object(outputs.structural_tag, place)
-        _check_structural_tag(value, place)
+        value = convert(_object(outputs.structural_tag, place), StructuralTag, place)
         return structural_tag_fragment(value, place, special_ids, whitespace)
     schema = {"type": "object"} if outputs.json is None else _object(outputs.json, place)
     return _json(schema, place, whitespace=whitespace, close_objects=bool(outputs.disable_additional_properties))
@@ -127,14 +125,6 @@ def _object(value: str | dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise invalid(place, "must be an object, or a string with the JSON of one.")
     return found
-
-
-def _check_structural_tag(value: Mapping[str, Any], place: str) -> None:
-    for name in value:
-        if name not in ("type", "format", "structures", "triggers"):
-            raise invalid(f"{place}.{name[:64]}", "is not supported.")
-    if value.get("type", "structural_tag") != "structural_tag":
-        raise invalid(f"{place}.type", 'must be "structural_tag".')
 
 
 def _json(

@@ -109,52 +109,6 @@ class EmbeddingAnswer(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
-class AnthropicErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's error object; the message names the field at fault."""
-
-    type: str
-    message: str
-    details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-
-
-class AnthropicErrorAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Response of Anthropic's API to a request that failed."""
-
-    type: Literal["error"]
-    error: AnthropicErrorBody
-    request_id: str
-
-
-class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts of a message and its prompt."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    service_tier: Literal["standard"]
-    output_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class MessageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Message of Anthropic's API."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class TokenCountAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Number of tokens of a prompt."""
-
-    input_tokens: int
-
-
 class RenderedPrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Prompt as the model reads it."""
 
@@ -197,31 +151,6 @@ class ModelListAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     object: Literal["list"]
     data: list[ModelAnswer]
-
-
-class ModelInfoAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Name of a served model in Anthropic's shape."""
-
-    type: Literal["model"]
-    id: str
-    display_name: str
-    created_at: str
-    lifecycle: Literal["active"]
-    line: None
-    deprecated_at: None
-    retires_at: None
-    max_input_tokens: int
-    max_tokens: int
-    capabilities: dict[str, Any]
-
-
-class ModelPageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Page of names of served models in Anthropic's shape."""
-
-    data: list[ModelInfoAnswer]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class TokenizeAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
