@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """Rank and size of the tensor-parallel group. Pipeline stages are prepared, with size 1 for now.
+    """Rank and size of the tensor-parallel group.
 
     Column-parallel linear layers split their outputs; row-parallel ones split their inputs and add the partial sums.
     KV heads are replicated if there are fewer than ranks.
@@ -19,8 +19,6 @@ class ParallelContext:
 
     tp_rank: int = 0
     tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
     group: Any = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

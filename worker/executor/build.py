@@ -91,7 +91,7 @@ def build_executor(
         ExecutorError: A rank died during the start.
     """
     size = settings.tensor_parallel_size
-    check_parallel_size(files.spec, size, settings.pipeline_parallel_size)
+    check_parallel_size(files.spec, size)
     prepare_process(settings)
     torch_device = resolve_device(settings)
     device = open_device(torch_device)

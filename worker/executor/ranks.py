@@ -219,12 +219,8 @@ def rank_settings(settings: WorkerSettings, *, device: torch.device, dtype: torc
     return WorkerSettings(**values)
 
 
-def check_parallel_size(spec: DecoderSpec, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+def check_parallel_size(spec: DecoderSpec, tensor_parallel_size: int) -> None:
     """Raise ConfigurationError, listing the possible sizes, if the model cannot be split in this way."""
-    if pipeline_parallel_size > 1:
-        raise ConfigurationError(
-            f"--pipeline-parallel-size is {pipeline_parallel_size}, but only 1 is supported; use --tensor-parallel-size"
-        )
     sizes = [size for size in range(1, spec.num_heads + 1) if _splits(spec, size)]
     if tensor_parallel_size not in sizes:
         raise ConfigurationError(

@@ -12,7 +12,7 @@ from kernels.ops.attention.inputs import AttentionGeometry, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages
 from kernels.ops.decoder_layers.inputs import Linear
 from shared.errors import ConfigurationError
-from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
+from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, split_evenly
 from worker.model.loading.model_files import WeightSource
 from worker.model.rope import half_split_rows
 from worker.model.spec import DecoderSpec
@@ -65,23 +65,17 @@ class Attention:
             head_order = half_split_rows(1, dim, spec.rope.rotary_dim)
         q_rows = slice(heads.start * dim, heads.stop * dim)
         kv_rows = slice(kv_heads.start * dim, kv_heads.stop * dim)
-        kv_total = spec.num_kv_heads * dim
-        self._qkv = ColumnParallelLinear(
-            weights,
-            [Part(f"{prefix}.q", q_rows, q_order), Part(f"{prefix}.k", kv_rows, k_order), Part(f"{prefix}.v", kv_rows)],
-            [spec.num_heads * dim, kv_total, kv_total],
-            spec.hidden_size,
-            bias=spec.attention_bias,
-            place=place,
-        )
-        shape = (spec.hidden_size, spec.num_heads * dim)
-        bias = spec.attention_output_bias
-        self._o = RowParallelLinear(weights, f"{prefix}.o", shape, q_rows, bias=bias, place=place)
+        parts = [
+            Part(f"{prefix}.q", q_rows, q_order),
+            Part(f"{prefix}.k", kv_rows, k_order),
+            Part(f"{prefix}.v", kv_rows),
+        ]
+        self._qkv = ColumnParallelLinear(weights, parts, bias=spec.attention_bias, place=place)
+        self._o = RowParallelLinear(weights, f"{prefix}.o", q_rows, bias=spec.attention_output_bias, place=place)
         self._constants = LayerConstants()
         if spec.qk_norm:
             norms = []
             for name in (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"):
-                check_shape(weights, name, (dim,))
                 vector = weights.get(name).dequantize(torch.float32)
                 vector = vector if head_order is None else vector[head_order]
                 norms.append(vector.to(place.device))

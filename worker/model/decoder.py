@@ -13,12 +13,11 @@ from kernels.ops.attention.inputs import AttentionInputs
 from kernels.ops.attention.kv_pages import KVPages
 from kernels.ops.decoder_layers.cpu import DecoderLayers, Shape, supported
 from kernels.ops.decoder_layers.inputs import LayerWeights, Linear
-from shared.errors import ConfigurationError
 from worker.kv.storage import KVStorage
 from worker.model.attention import Attention, attention_geometry
 from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from worker.model.forward_batch import ForwardBatch
-from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
+from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, split_evenly
 from worker.model.loading.model_files import WeightSource
 from worker.model.rope import rope_table
 from worker.model.spec import DecoderSpec
@@ -42,7 +41,6 @@ class RMSNorm:
         quantization: ActivationQuantization | None = None,
     ) -> None:
         """Load the norm `name`. `quantization` is what the next layer expects of its input; None for none."""
-        check_shape(weights, name, (spec.hidden_size,))
         self.weight = weights.get(name).dequantize(torch.float32).to(place.device)
         self._eps = spec.norm_eps
         self._dtype = place.dtype
@@ -59,14 +57,13 @@ class FeedForward:
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         prefix = f"layers.{layer}"
-        width, hidden = spec.intermediate_size, spec.hidden_size
-        rows = split_evenly(width, place.parallel, "feed-forward features")
+        rows = split_evenly(spec.intermediate_size, place.parallel, "feed-forward features")
         self._ops = ops
         self._activation = spec.activation
         parts = [Part(f"{prefix}.gate", rows), Part(f"{prefix}.up", rows)]
         bias = spec.mlp_bias
-        self._gate_up = ColumnParallelLinear(weights, parts, [width, width], hidden, bias=bias, place=place)
-        self._down = RowParallelLinear(weights, f"{prefix}.down", (hidden, width), rows, bias=bias, place=place)
+        self._gate_up = ColumnParallelLinear(weights, parts, bias=bias, place=place)
+        self._down = RowParallelLinear(weights, f"{prefix}.down", rows, bias=bias, place=place)
 
     @property
     def panels(self) -> tuple[Linear, Linear] | None:
@@ -157,11 +154,6 @@ class Decoder:
         max_model_len: int,
         deterministic: bool = False,
     ) -> None:
-        if spec.num_heads % spec.num_kv_heads:
-            raise ConfigurationError(
-                f"the model has {spec.num_heads} attention heads, which is not a multiple of its {spec.num_kv_heads} "
-                "KV heads"
-            )
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
@@ -177,12 +169,11 @@ class Decoder:
         place = Placement(dtype, self.device, self._parallel, deterministic)
         with torch.inference_mode():
             self._rope_table = rope_table(spec.rope, max_model_len).to(self.device)
-            vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
-            self._embedding = VocabularyParallelEmbedding(weights, vocab_size, hidden_size, place, self._ops)
+            self._embedding = VocabularyParallelEmbedding(weights, spec.vocab_size, place, self._ops)
             self._layers = [DecoderLayer(spec, i, weights, place, self._ops) for i in range(spec.num_layers)]
             self._norm = RMSNorm(weights, "norm.weight", spec, place, self._ops)
             tied = self._embedding if spec.tie_word_embeddings else None
-            self._head = VocabularyParallelHead(weights, vocab_size, hidden_size, place, tied)
+            self._head = VocabularyParallelHead(weights, spec.vocab_size, place, tied)
 
     def fuse_layers(self, kv: KVStorage) -> None:
         """Compute the layers of a step as one operation from now on, if the model and the processor support it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backends.reference import DecoderOps
-from worker.model.linear import Placement, check_shape
+from worker.model.linear import Placement
 from worker.model.loading.model_files import WeightSource
 from worker.quant.dense import DenseScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme
@@ -28,36 +28,28 @@ def keeps_format(device: torch.device) -> bool:
 
 
 class VocabularyParallelEmbedding:
-    """Embedding lookup. Each rank contributes the rows that it holds."""
+    """Embedding lookup. Each rank contributes the rows that it holds.
 
-    def __init__(
-        self, weights: WeightSource, vocab_size: int, hidden_size: int, place: Placement, ops: DecoderOps
-    ) -> None:
-        check_shape(weights, "embed.weight", (vocab_size, hidden_size))
+    Attributes:
+        raw: [rows of this rank, hidden] in the file's format, if it is kept.
+        values: [rows of this rank, hidden] on the device; no rows if they are kept in the file's format.
+    """
+
+    def __init__(self, weights: WeightSource, vocab_size: int, place: Placement, ops: DecoderOps) -> None:
         self._ops = ops
         self._parallel = place.parallel
         self._rows, _ = vocabulary_shard(vocab_size, place.parallel.tp_rank, place.parallel.tp_size)
         raw = weights.get("embed.weight", rows=self._rows)
-        self._raw = raw if keeps_format(place.device) else None
-        self._weight = raw.dequantize(place.dtype).to(place.device) if self._raw is None else torch.empty(0)
-
-    @property
-    def raw(self) -> RawWeight | None:
-        """[rows of this rank, hidden] in the file's format, if it is kept."""
-        return self._raw
-
-    @property
-    def values(self) -> torch.Tensor:
-        """[rows of this rank, hidden] on the device; no rows if they are kept in the file's format."""
-        return self._weight
+        self.raw = raw if keeps_format(place.device) else None
+        self.values = raw.dequantize(place.dtype).to(place.device) if self.raw is None else torch.empty(0)
 
     def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> torch.Tensor:
         """Look up [T] int32 ids: [T, hidden] of `dtype`, multiplied by `scale`, the same on every rank."""
         alone = self._parallel.tp_size == 1
         local = input_ids if alone else input_ids - self._rows.start
-        if self._raw is None:
-            return self._parallel.all_reduce(self._ops.embed(local, self._weight, scale, dtype))
-        out = self._raw.take_rows(local).dequantize(dtype) if alone else _held(self._raw, local, dtype)
+        if self.raw is None:
+            return self._parallel.all_reduce(self._ops.embed(local, self.values, scale, dtype))
+        out = self.raw.take_rows(local).dequantize(dtype) if alone else _held(self.raw, local, dtype)
         if scale is not None:
             out *= scale
         return self._parallel.all_reduce(out)
@@ -76,12 +68,7 @@ class VocabularyParallelHead:
     """Logits over the whole vocabulary, gathered from the ranks."""
 
     def __init__(
-        self,
-        weights: WeightSource,
-        vocab_size: int,
-        hidden_size: int,
-        place: Placement,
-        tied: VocabularyParallelEmbedding | None,
+        self, weights: WeightSource, vocab_size: int, place: Placement, tied: VocabularyParallelEmbedding | None
     ) -> None:
         """Load the head. `tied` is the embedding whose rows are also the head's."""
         self._parallel = place.parallel
@@ -89,15 +76,13 @@ class VocabularyParallelHead:
         rows, padded = vocabulary_shard(vocab_size, place.parallel.tp_rank, place.parallel.tp_size)
         raw = tied.raw if tied is not None else None
         if raw is None:
-            name = "head.weight" if tied is None else "embed.weight"
-            check_shape(weights, name, (vocab_size, hidden_size))
-            raw = weights.get(name, rows=rows)
+            raw = weights.get("head.weight" if tied is None else "embed.weight", rows=rows)
         scheme = self._scheme = place.scheme([raw], unrounded=True)
         packed = isinstance(scheme, OneDNNPackedScheme)
         if isinstance(scheme, DenseScheme) and not packed and tied is not None and len(tied.values) == padded:
             scheme.weight = tied.values  # memory for one of them
             return
-        scheme.create_weights(padded, hidden_size)
+        scheme.create_weights(padded, raw.shape[1])
         scheme.load_rows(0, raw)
         if padded > raw.shape[0]:  # removed again after the gather
             scheme.load_rows(raw.shape[0], raw.zero_rows(padded - raw.shape[0]))

@@ -9,7 +9,7 @@ import torch
 
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.decoder_layers.inputs import Linear
-from shared.errors import ConfigurationError, ModelFileError
+from shared.errors import ConfigurationError
 from worker.model.loading.model_files import WeightSource
 from worker.parallel import ParallelContext
 from worker.quant.panels import PanelScheme
@@ -71,17 +71,6 @@ def split_evenly(total: int, parallel: ParallelContext, what: str) -> slice:
     return slice(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
 
 
-def check_shape(weights: WeightSource, name: str, expected: tuple[int, ...]) -> None:
-    """Check that a tensor exists with the expected shape. Raises ModelFileError."""
-    if name not in weights:
-        raise ModelFileError(f"the model has no tensor {name!r}")
-    shape = tuple(weights.shape(name))
-    if shape != expected:
-        raise ModelFileError(
-            f"tensor {name!r} has shape {list(shape)}; the model's configuration implies {list(expected)}"
-        )
-
-
 class _ParallelLinear:
     """Properties that both linear layers have."""
 
@@ -108,31 +97,18 @@ class _ParallelLinear:
 class ColumnParallelLinear(_ParallelLinear):
     """Linear layer with outputs split over ranks. Several weights (q, k and v; gate and up) form one matrix."""
 
-    def __init__(
-        self,
-        weights: WeightSource,
-        parts: list[Part],
-        totals: list[int],
-        in_features: int,
-        *,
-        bias: bool,
-        place: Placement,
-    ) -> None:
-        """Load the layer. `totals` are the output features of each part over all ranks."""
+    def __init__(self, weights: WeightSource, parts: list[Part], *, bias: bool, place: Placement) -> None:
         self._parallel = place.parallel
         self.out_features = sum(part.num_rows for part in parts)
-        for part, total in zip(parts, totals):
-            check_shape(weights, f"{part.name}.weight", (total, in_features))
         raws = [weights.get(f"{part.name}.weight", rows=part.rows) for part in parts]
         self._scheme = place.scheme(raws)
-        self._scheme.create_weights(self.out_features, in_features)
+        self._scheme.create_weights(self.out_features, raws[0].shape[1])
         biases = []
         start = 0
-        for part, total, raw in zip(parts, totals, raws):
+        for part, raw in zip(parts, raws):
             self._scheme.load_rows(start, raw, part.order)
             start += part.num_rows
             if bias:
-                check_shape(weights, f"{part.name}.bias", (total,))
                 vector = weights.get(f"{part.name}.bias").dequantize(place.dtype)[part.rows]
                 biases.append(vector if part.order is None else vector[part.order])
         self._scheme.after_load()
@@ -146,23 +122,17 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """Linear layer with inputs split over ranks. The partial products are summed over the ranks."""
 
-    def __init__(
-        self, weights: WeightSource, name: str, shape: tuple[int, int], cols: slice, *, bias: bool, place: Placement
-    ) -> None:
-        """Load the layer. `shape` is (out_features, in_features) over all ranks; `cols` are the inputs of this rank."""
-        check_shape(weights, f"{name}.weight", shape)
+    def __init__(self, weights: WeightSource, name: str, cols: slice, *, bias: bool, place: Placement) -> None:
+        """Load the layer. `cols` are the inputs of this rank."""
         self._parallel = place.parallel
-        whole = cols == slice(0, shape[1])
-        raw = weights.get(f"{name}.weight", cols=None if whole else cols)
+        raw = weights.get(f"{name}.weight", cols=cols)
         self._scheme = place.scheme([raw])
-        self._scheme.create_weights(shape[0], int(cols.stop - cols.start))
+        self._scheme.create_weights(*raw.shape)
         self._scheme.load_rows(0, raw)
         self._scheme.after_load()
         self._bias = None
-        if bias:
-            check_shape(weights, f"{name}.bias", (shape[0],))
-            if place.parallel.tp_rank == 0:  # the sum over ranks must include it once
-                self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
+        if bias and place.parallel.tp_rank == 0:  # the sum over ranks must include it once
+            self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """Compute [T, in_features of this rank] -> [T, out_features], the same on every rank."""

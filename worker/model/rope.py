@@ -10,7 +10,6 @@ import math
 
 import torch
 
-from shared.errors import ConfigurationError
 from worker.model.spec import RopeSpec
 
 
@@ -42,10 +41,6 @@ def inverse_frequencies(rope: RopeSpec, max_positions: int) -> tuple[torch.Tenso
             frequencies, attention_factor = _yarn(base, rope)
     if rope.frequency_factors:
         factors = torch.tensor(rope.frequency_factors, dtype=torch.float32)
-        if factors.shape != frequencies.shape:
-            raise ConfigurationError(
-                f"the model has {factors.numel()} rope frequency factors for {frequencies.numel()} frequencies"
-            )
         frequencies = frequencies / factors
     return frequencies, attention_factor
 
@@ -55,19 +50,13 @@ def _base_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
     return 1.0 / (theta**exponents)
 
 
-def _original_max_position(rope: RopeSpec) -> int:
-    if rope.original_max_position <= 0:
-        raise ConfigurationError(f"rope scaling {rope.kind!r} needs the original context length of the model")
-    return rope.original_max_position
-
-
 def _dynamic_theta(rope: RopeSpec, max_positions: int) -> float:
     """Return the NTK-aware base for contexts of max_positions.
 
     It depends on the longest context that is served, not on each sequence. Cached keys therefore remain valid while a
     sequence grows, and sequences of different lengths can share a prefix.
     """
-    original = _original_max_position(rope)
+    original = rope.original_max_position
     if max_positions <= original:
         return rope.theta
     stretch = rope.factor * max_positions / original - (rope.factor - 1)
@@ -76,7 +65,7 @@ def _dynamic_theta(rope: RopeSpec, max_positions: int) -> float:
 
 def _llama3(base: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     """Scale as Llama 3.1: long wavelengths divided by factor, short ones unchanged, a ramp between them."""
-    original = _original_max_position(rope)
+    original = rope.original_max_position
     wavelengths = 2 * math.pi / base
     ramp = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - ramp) * base / rope.factor + ramp * base
@@ -86,7 +75,7 @@ def _llama3(base: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
 
 def _yarn(base: torch.Tensor, rope: RopeSpec) -> tuple[torch.Tensor, float]:
     """Scale as YaRN (Peng et al. 2023, equations 17 to 22): interpolate below beta_slow turns, keep above beta_fast."""
-    original = _original_max_position(rope)
+    original = rope.original_max_position
 
     def dimension_of(turns: float) -> float:
         return rope.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -159,16 +159,11 @@ def test_the_load_error_of_a_rank_is_reported(settings, tmp_path):
     group.close()
 
 
-def test_impossible_parallel_sizes_are_rejected_with_the_possible_ones(settings):
+def test_impossible_parallel_sizes_are_rejected_with_the_possible_ones(settings, tiny_folder):
+    check_parallel_size(open_model(str(tiny_folder), Path("/nonexistent")).spec, 4)
     for size in (3, 8):
         with pytest.raises(ConfigurationError, match=rf"tensor-parallel-size is {size}.*over 1, 2, 4; choose"):
             start(settings(tensor_parallel_size=size))
-
-
-def test_pipeline_parallelism_is_rejected(settings, tiny_folder):
-    with pytest.raises(ConfigurationError, match="pipeline-parallel-size is 2"):
-        start(settings(pipeline_parallel_size=2))
-    check_parallel_size(open_model(str(tiny_folder), Path("/nonexistent")).spec, 4, 1)
 
 
 def test_a_requested_context_that_does_not_fit_is_rejected_and_a_default_one_lowered(settings):

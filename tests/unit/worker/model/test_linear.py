@@ -84,7 +84,7 @@ def test_column_parts_are_concatenated_and_split() -> None:
     wanted = [F.linear(x, weights.tensors[f"{n}.weight"], weights.tensors[f"{n}.bias"]) for n in "ab"]
     for rank in range(2):
         parts = [Part("a", slice(rank * 4, rank * 4 + 4)), Part("b", slice(rank * 2, rank * 2 + 2))]
-        layer = ColumnParallelLinear(weights, parts, [8, 4], 6, bias=True, place=place(rank, 2))
+        layer = ColumnParallelLinear(weights, parts, bias=True, place=place(rank, 2))
         expected = torch.cat((wanted[0][:, parts[0].rows], wanted[1][:, parts[1].rows]), dim=1)
         torch.testing.assert_close(layer(x), expected)
 
@@ -95,7 +95,7 @@ def test_row_parallel_partial_sums_add_up_with_one_bias() -> None:
     total = torch.zeros(3, 5)
     for rank in range(2):
         cols = slice(rank * 4, rank * 4 + 4)
-        layer = RowParallelLinear(weights, "o", (5, 8), cols, bias=True, place=place(rank, 2))
+        layer = RowParallelLinear(weights, "o", cols, bias=True, place=place(rank, 2))
         total += layer(x[:, cols].contiguous())
     torch.testing.assert_close(total, F.linear(x, weights.tensors["o.weight"], weights.tensors["o.bias"]))
 
@@ -110,9 +110,9 @@ def test_vocabulary_over_ranks(tied: bool, size: int, in_file_format: bool, monk
     x = random(2, 6)
     embedded, logits = torch.zeros(5, 6), []
     for rank in range(size):
-        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), DecoderOps())
+        embedding = VocabularyParallelEmbedding(weights, 11, place(rank, size), DecoderOps())
         embedded += embedding(ids, torch.float32, 3.0)
-        logits.append(VocabularyParallelHead(weights, 11, 6, place(rank, size), embedding if tied else None)(x))
+        logits.append(VocabularyParallelHead(weights, 11, place(rank, size), embedding if tied else None)(x))
     torch.testing.assert_close(embedded, weights.tensors["embed.weight"][ids.long()] * 3)
     head = weights.tensors["embed.weight" if tied else "head.weight"]
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, :11], F.linear(x, head))
@@ -134,15 +134,15 @@ def test_panels_are_split_over_ranks(size: int) -> None:
         here = place(rank, size, torch.bfloat16)
         rows = [slice(rank * count, rank * count + count) for count in (3, 2)]
         parts = [Part(name, part) for name, part in zip("ab", rows)]
-        column = ColumnParallelLinear(weights, parts, [3 * size, 2 * size], hidden, bias=True, place=here)
+        column = ColumnParallelLinear(weights, parts, bias=True, place=here)
         cols = slice(rank * 32, rank * 32 + 32)
-        row = RowParallelLinear(weights, "o", (7, inner), cols, bias=True, place=here)
+        row = RowParallelLinear(weights, "o", cols, bias=True, place=here)
         assert (column.panels is None) == (row.panels is None) == (size > 1)
         for out, part in zip(outs, column(x).split([3, 2], dim=1)):
             out.append(part)
         total += row(y[:, cols])
-        embedding = VocabularyParallelEmbedding(weights, vocab, hidden, here, DecoderOps())
-        logits.append(VocabularyParallelHead(weights, vocab, hidden, here, embedding)(x))
+        embedding = VocabularyParallelEmbedding(weights, vocab, here, DecoderOps())
+        logits.append(VocabularyParallelHead(weights, vocab, here, embedding)(x))
 
     def near(actual: torch.Tensor, given: torch.Tensor, name: str) -> bool:
         bias = weights.tensors.get(f"{name}.bias")
@@ -163,8 +163,8 @@ def test_tied_dense_head_allocates_no_memory(size: int, monkeypatch: pytest.Monk
     table, x, logits = random(11, 6), random(2, 6), []
     weights = MemoryWeights({"embed.weight": table.clone()})
     for rank in range(size):
-        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), DecoderOps())
-        head = VocabularyParallelHead(weights, 11, 6, place(rank, size), embedding)
+        embedding = VocabularyParallelEmbedding(weights, 11, place(rank, size), DecoderOps())
+        head = VocabularyParallelHead(weights, 11, place(rank, size), embedding)
         logits.append(head(x))
         embedding.values.zero_()
         assert head(x).any() == (rank == 1)

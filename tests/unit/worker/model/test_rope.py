@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from shared.errors import ConfigurationError
 from worker.model.rope import half_split_rows, inverse_frequencies, rope_table
 from worker.model.spec import RopeSpec
 
@@ -76,14 +75,6 @@ def test_frequency_factors_divide() -> None:
     frequencies, _ = inverse_frequencies(RopeSpec(theta=1e4, rotary_dim=8, frequency_factors=factors), 16)
     plain, _ = inverse_frequencies(RopeSpec(theta=1e4, rotary_dim=8), 16)
     torch.testing.assert_close(frequencies * torch.tensor(factors), plain)
-
-
-def test_invalid_scalings_are_refused_with_their_name() -> None:
-    with pytest.raises(ConfigurationError, match="3 rope frequency factors for 4"):
-        inverse_frequencies(RopeSpec(theta=1e4, rotary_dim=8, frequency_factors=(1.0, 1.0, 1.0)), 16)
-    for kind in ("dynamic", "llama3", "yarn"):
-        with pytest.raises(ConfigurationError, match="original context length"):
-            inverse_frequencies(RopeSpec(theta=1e4, rotary_dim=8, kind=kind), 16)
 
 
 def test_half_split_order() -> None:

@@ -157,6 +157,9 @@ def test_tensors_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
     more = [*tiny_tensors(), f32_tensor("blk.0.post_attention_norm.weight", np.ones(64, dtype=np.float32))]
     with pytest.raises(ModelFileError, match=r"tensor blk\.0\.post_attention_norm\.weight is not known"):
         _open(tmp_path, tiny_gguf(tensors=more))
+    factors = [*tiny_tensors(), f32_tensor("rope_freqs.weight", np.ones(7, dtype=np.float32))]
+    with pytest.raises(ModelFileError, match="8 positive rope frequency factors are needed, not 7"):
+        _open(tmp_path, tiny_gguf(tensors=factors))
 
 
 def test_conversions_are_cached_and_a_corrupt_cache_is_rebuilt(tmp_path: Path) -> None:
