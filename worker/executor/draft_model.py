@@ -15,10 +15,11 @@ import torch
 
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 from kernels.ops.step_inputs.inputs import TEMPERATURE
-from worker.executor.device import Device, Download
+from worker.executor.device import Device
 from worker.executor.executor import EnqueuedStep
 from worker.executor.graphs import DecodeGraphs, Size
 from worker.executor.model_runner import Model, ModelRunner, PageStorage
+from worker.executor.pending_step import Arrival
 from worker.executor.request_rows import RequestRows
 from worker.model.forward_batch import ForwardBatch
 from worker.plan import DraftedRow, DraftedTokens, ScheduledTokens, StepPlan, StepResult
@@ -102,7 +103,7 @@ class DraftModel:
         """Capture one more graph while the worker is idle. Return False if none is left."""
         return self._graphs is not None and self._graphs.capture_next()
 
-    def _pass(self, step: int, items: list[ScheduledTokens], size: Size | None, num_proposed: int) -> _Pass:
+    def _pass(self, step: int, items: list[ScheduledTokens], size: Size | None, num_proposed: int) -> Arrival:
         """Compute tokens of the rows and sample one more for those that need it, after `num_proposed` proposals."""
         staged = self._rows.stage(StepPlan(step=step, scheduled=items), size)
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
@@ -119,7 +120,7 @@ class DraftModel:
         tensors: list[torch.Tensor] = []
         if len(sampled.rows):
             tensors += self._propose(hidden, sampled)
-        passed = _Pass(self._device.download(tensors))
+        passed = Arrival(self._device.download(tensors))
         self._rows.hold(passed)
         return passed
 
@@ -185,31 +186,10 @@ class DraftModel:
         return torch.where(token_ids == NOT_USABLE, float("nan"), probabilities)
 
 
-class _Pass:
-    """One pass of the draft model.
-
-    Attributes:
-        arrived: After `wait`, ids and probabilities; empty if nothing was sampled.
-    """
-
-    def __init__(self, download: Download) -> None:
-        self._download: Download | None = download
-        self.arrived: tuple[torch.Tensor, ...] = ()
-
-    def done(self) -> bool:
-        return self._download is None or self._download.done()
-
-    def wait(self) -> None:
-        """Wait until the pass has finished. May be called repeatedly."""
-        if self._download is not None:
-            self.arrived = self._download.wait()
-            self._download = None
-
-
 class PendingDrafts:
     """A step of the draft model between `launch` and its result."""
 
-    def __init__(self, step: int, proposing: Sequence[DraftedRow], passes: Sequence[_Pass]) -> None:
+    def __init__(self, step: int, proposing: Sequence[DraftedRow], passes: Sequence[Arrival]) -> None:
         self._step = step
         self._proposing = proposing
         self._passes = passes

@@ -19,14 +19,12 @@ class StepHandle(Protocol):
 
     def done(self) -> bool:
         """Return True if `result` would return immediately."""
-        ...
 
     def result(self) -> StepResult:
         """Wait for the step and return its result.
 
         Handles of an `Executor` raise ExecutorError if the device or a rank is lost.
         """
-        ...
 
 
 class EnqueuedStep(StepHandle, Protocol):
@@ -34,7 +32,6 @@ class EnqueuedStep(StepHandle, Protocol):
 
     def wait(self) -> None:
         """Wait until the step has finished and its buffers are free. May be called repeatedly."""
-        ...
 
 
 class Executor(Protocol):
@@ -48,11 +45,9 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step. Return without waiting for it if the device is asynchronous."""
-        ...
 
     def close(self) -> None:
         """Release the device and terminate the other ranks. May be called repeatedly."""
-        ...
 
 
 class LocalHandle:

@@ -15,7 +15,7 @@ import torch
 from kernels.ops.attention.cascade import CascadeWork
 from worker.executor.device import Device
 from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey, Size
-from worker.executor.pending_step import PendingStep, PooledSums, PromptReport, step_output
+from worker.executor.pending_step import PendingStep, PooledSums, PromptReport
 from worker.executor.request_rows import PooledTokens, PromptChunk, RequestRows, StagedStep
 from worker.executor.shared_prefixes import SharedPrefixes
 from worker.kv.storage import CopyBatch
@@ -32,11 +32,9 @@ class Model(Protocol):
 
     def hidden_states(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
         """Compute a step. Return the normalized [S, hidden] states of the tokens batch.logits_indices."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [S, vocab] float32 logits of [S, hidden] states."""
-        ...
 
 
 class PageStorage(Protocol):
@@ -44,7 +42,6 @@ class PageStorage(Protocol):
 
     def copy_pages(self, copies: CopyBatch) -> None:
         """Copy pages."""
-        ...
 
 
 class ModelRunner:
@@ -148,7 +145,7 @@ class ModelRunner:
         if logits is not None:
             tokens = self._sampler.sample(logits, sampled)
             self._rows.append(sampled, tokens.token_ids)
-        return PendingStep(step_output(plan.step, sampled, tokens, prompts, sums), self._device)
+        return PendingStep(plan.step, sampled, tokens, prompts, sums, self._device)
 
     def _find_shared(self, plan: StepPlan, is_decode: bool) -> CascadeWork | None:
         if self._prefixes is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -32,156 +33,117 @@ class PooledSums:
     sums: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Outputs of a step on the device, and host data of the rows.
-
-    The host data is copied because the rows may belong to other requests when the step completes.
+class Arrival:
+    """Tensors on their way to the host.
 
     Attributes:
-        step: Number of the step.
-        rows: [S] row of each sampled token, on the host.
-        token_ids: [S] int64; None if S is 0.
-        logprob_index: [L] indices of the sampled tokens with log-probabilities, on the host.
-        num_top: [L] number of alternatives of each.
-        logprobs: Log-probabilities of these L tokens.
-        mirostat_index: [E] indices of the sampled tokens of rows with extended filters, on the host.
-        mu: [E] mirostat's next target of these rows; None if no row uses mirostat.
-        prompts: Log-probabilities of prompt tokens, in order of their positions.
-        pooled: Sums for embeddings; None if the step has none.
+        arrived: The tensors, after `wait`.
     """
 
-    step: int
-    rows: Sequence[int]
-    token_ids: torch.Tensor | None
-    logprob_index: Sequence[int]
-    num_top: Sequence[int]
-    logprobs: LogprobTensors | None
-    mirostat_index: Sequence[int]
-    mu: torch.Tensor | None
-    prompts: Sequence[PromptReport]
-    pooled: PooledSums | None
-
-
-def step_output(
-    step: int,
-    sampled: SampledRows,
-    tokens: SampledTokens | None,
-    prompts: Sequence[PromptReport],
-    pooled: PooledSums | None = None,
-) -> StepOutput:
-    """Combine the outputs of a step with the host data of its rows."""
-    logprobs = mu = None
-    if tokens is not None:
-        logprobs, mu = tokens.logprobs, tokens.mu
-    reporting, extended = sampled.listed.get(Needs.LOGPROBS), sampled.listed.get(Needs.EXTENDED)
-    return StepOutput(
-        step=step,
-        rows=sampled.rows.tolist(),
-        token_ids=None if tokens is None else tokens.token_ids,
-        logprob_index=[] if reporting is None or logprobs is None else reporting.host_index.tolist(),
-        num_top=[] if sampled.num_top is None else sampled.num_top.tolist(),
-        logprobs=logprobs,
-        mirostat_index=[] if extended is None or mu is None else extended.host_index.tolist(),
-        mu=mu,
-        prompts=prompts,
-        pooled=pooled,
-    )
-
-
-class PendingStep:
-    """A step between `launch` and its result."""
-
-    def __init__(self, output: StepOutput, device: Device) -> None:
-        self._output = output
-        self._download: Download | None = device.download(_tensors(output))
-        self._arrived: tuple[torch.Tensor, ...] = ()
-        self._result: StepResult | None = None
+    def __init__(self, download: Download) -> None:
+        self._download: Download | None = download
+        self.arrived: tuple[torch.Tensor, ...] = ()
 
     def done(self) -> bool:
-        """Return True if `result` would return immediately."""
+        """Return True if `wait` would return immediately."""
         return self._download is None or self._download.done()
 
     def wait(self) -> None:
         """Wait until the step has finished and its buffers are free. May be called repeatedly."""
         if self._download is not None:
-            self._arrived = self._download.wait()
+            self.arrived = self._download.wait()
             self._download = None
+
+
+class PendingStep(Arrival):
+    """A step between `launch` and its result.
+
+    Args:
+        step: Number of the step.
+        sampled: The sampled rows. Their arrays on the host belong to this step.
+        tokens: The sampled tokens on the device; None if there are none.
+        prompts: Log-probabilities of prompt tokens, in order of their positions.
+        pooled: Sums for embeddings; None if the step has none.
+        device: Device that computes the step.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        sampled: SampledRows,
+        tokens: SampledTokens | None,
+        prompts: Sequence[PromptReport],
+        pooled: PooledSums | None,
+        device: Device,
+    ) -> None:
+        self._step, self._sampled, self._tokens, self._prompts, self._pooled = step, sampled, tokens, prompts, pooled
+        self._result: StepResult | None = None
+        tensors: list[torch.Tensor] = []
+        if tokens is not None:
+            tensors = [tokens.token_ids, *_parts(tokens.logprobs), *([] if tokens.mu is None else [tokens.mu])]
+        for prompt in prompts:
+            tensors += _parts(prompt.logprobs)
+        if pooled is not None:
+            tensors.append(pooled.sums)
+        super().__init__(device.download(tensors))
 
     def result(self) -> StepResult:
         """Wait for the step and return its result. May be called repeatedly."""
         self.wait()
         if self._result is None:
-            self._result = _assemble(self._output, self._arrived)
-            self._arrived = ()
+            self._result = self._assemble()
+            self.arrived = ()
         return self._result
 
+    def _assemble(self) -> StepResult:
+        """Convert the tensors, in the order in which the constructor lists them, to a result."""
+        arrived = iter(self.arrived)
+        listed, tokens = self._sampled.listed, self._tokens
+        token_ids: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        mu: dict[int, float] = {}
+        if tokens is not None:
+            token_ids = next(arrived).tolist()
+            if tokens.logprobs is not None and self._sampled.num_top is not None:
+                entries = token_logprobs(_take(arrived), self._sampled.num_top.tolist())
+                logprobs = dict(zip(listed[Needs.LOGPROBS].host_index.tolist(), entries))
+            if tokens.mu is not None:
+                mu = dict(zip(listed[Needs.EXTENDED].host_index.tolist(), next(arrived).tolist()))
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for prompt in self._prompts:
+            tensors = _take(arrived)
+            entries = token_logprobs(tensors, [prompt.num_top] * len(tensors.token_ids))
+            prompts.setdefault(prompt.row, []).extend(entries)
+        pooled: dict[int, bytes] = {}
+        if self._pooled is not None:
+            sums = next(arrived).numpy().astype("<f8", copy=False)
+            pooled = {row: values.tobytes() for row, values in zip(self._pooled.rows, sums, strict=True)}
+        rows = self._sampled.rows.tolist()
+        return StepResult(
+            step=self._step,
+            sampled=[
+                SampledToken(row, token_id, logprobs.get(index) if token_id >= 0 else None, mu.get(index))
+                for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
+            ],
+            prompt_logprobs=prompts,
+            pooled=pooled,
+        )
 
-def _parts(logprobs: LogprobTensors) -> tuple[torch.Tensor, ...]:
-    return logprobs.token_ids, logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs
+
+def _parts(tensors: LogprobTensors | None) -> list[torch.Tensor]:
+    if tensors is None:
+        return []
+    return [tensors.token_ids, tensors.logprobs, tensors.ranks, tensors.top_ids, tensors.top_logprobs]
 
 
-_NUM_PARTS = 5
-
-
-def _tensors(output: StepOutput) -> list[torch.Tensor]:
-    tensors = [] if output.token_ids is None else [output.token_ids]
-    if output.logprobs is not None:
-        tensors += _parts(output.logprobs)
-    if output.mu is not None:
-        tensors.append(output.mu)
-    for prompt in output.prompts:
-        tensors += _parts(prompt.logprobs)
-    if output.pooled is not None:
-        tensors.append(output.pooled.sums)
-    return tensors
-
-
-def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult:
-    """Convert the downloaded tensors, in the order of `_tensors`, to a result."""
-    at = 0
-
-    def take_logprobs() -> LogprobTensors:
-        nonlocal at
-        at += _NUM_PARTS
-        return LogprobTensors(*arrived[at - _NUM_PARTS : at])
-
-    token_ids: list[int] = []
-    if output.token_ids is not None:
-        token_ids = arrived[0].tolist()
-        at = 1
-    logprobs: dict[int, TokenLogprobs] = {}
-    if output.logprobs is not None:
-        logprobs = dict(zip(output.logprob_index, token_logprobs(take_logprobs(), output.num_top)))
-    mu: dict[int, float] = {}
-    if output.mu is not None:
-        mu = dict(zip(output.mirostat_index, arrived[at].tolist()))
-        at += 1
-    prompts: dict[int, list[TokenLogprobs]] = {}
-    for prompt in output.prompts:
-        tensors = take_logprobs()
-        entries = token_logprobs(tensors, [prompt.num_top] * len(tensors.token_ids))
-        prompts.setdefault(prompt.row, []).extend(entries)
-    pooled: dict[int, bytes] = {}
-    if output.pooled is not None:
-        sums = arrived[at].numpy().astype("<f8", copy=False)
-        pooled = {row: values.tobytes() for row, values in zip(output.pooled.rows, sums, strict=True)}
-    return StepResult(
-        step=output.step,
-        sampled=[
-            SampledToken(row, token_id, logprobs.get(index) if token_id >= 0 else None, mu.get(index))
-            for index, (row, token_id) in enumerate(zip(output.rows, token_ids, strict=True))
-        ],
-        prompt_logprobs=prompts,
-        pooled=pooled,
-    )
+def _take(arrived: Iterator[torch.Tensor]) -> LogprobTensors:
+    return LogprobTensors(*islice(arrived, 5))
 
 
 def token_logprobs(tensors: LogprobTensors, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Convert host tensors to messages with `num_top` alternatives each. Ties are ordered by token id."""
     entries = []
-    columns = (tensors.token_ids, tensors.logprobs, tensors.ranks, tensors.top_ids, tensors.top_logprobs)
-    rows = zip(*(column.tolist() for column in columns), num_top)
+    rows = zip(*(column.tolist() for column in _parts(tensors)), num_top)
     for token_id, logprob, rank, top_ids, top_logprobs, count in rows:
         best = sorted(zip(top_ids, top_logprobs), key=lambda pair: (-pair[1], pair[0]))[:count]
         ids = [pair[0] for pair in best]

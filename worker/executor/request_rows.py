@@ -170,10 +170,12 @@ class RequestRows:
         self._change(plan)
         drafts = StagedDrafts.from_plan(plan)
         samples, shape, longest = self._put_requests(plan, size)
-        if drafts is None:
-            sampled_rows = self._put_sampled(len(plan.scheduled), samples)
-        else:
+        if drafts is not None:
             sampled_rows = self._put_drafts(drafts)
+        elif samples is None:
+            sampled_rows = self._put_sampled(slice(len(plan.scheduled)), len(plan.scheduled))
+        else:
+            sampled_rows = self._put_sampled(samples, len(samples))
         copies = self._put_copies(plan.page_copies)
         sampled = self._list_needs(sampled_rows)
         if drafts is not None:
@@ -271,35 +273,27 @@ class RequestRows:
         )
         return (None if np.count_nonzero(samples) == num_requests else np.flatnonzero(samples)), shape, longest
 
-    def _put_sampled(self, num_requests: int, samples: Integers | None) -> Integers:
-        """Write the fields of the sampled requests and return their rows."""
+    def _put_sampled(self, index: slice | Integers, num_sampled: int, tokens_after: int | Integers = 0) -> Integers:
+        """Write the fields of sampled tokens and return their rows.
+
+        Args:
+            index: Request of each sampled token.
+            num_sampled: Number of sampled tokens.
+            tokens_after: Number of tokens of the request after each sampled one.
+        """
         host = self._packer.host
-        num_sampled = num_requests if samples is None else len(samples)
-        if samples is None:
-            rows, lengths = host.rows[:num_requests].astype(np.int64), host.seq_lens[:num_requests]
-            ends = host.cu_seqlens[1 : num_requests + 1]
-        else:
-            rows, lengths = host.rows[samples].astype(np.int64), host.seq_lens[samples]
-            ends = host.cu_seqlens[1:][samples]
+        rows, lengths = host.rows[index].astype(np.int64), host.seq_lens[index] - tokens_after
         host.sampled_rows[:num_sampled] = rows
-        np.subtract(ends, 1, out=host.logits_indices[:num_sampled])
+        np.subtract(host.cu_seqlens[1:][index] - 1, tokens_after, out=host.logits_indices[:num_sampled])
         host.new_positions[:num_sampled] = lengths
         np.add(rows * self._layout.token_stride, lengths, out=host.append_at[:num_sampled])
         return rows
 
     def _put_drafts(self, drafts: StagedDrafts) -> Integers:
-        """Write the fields of all sampled tokens, several per request with drafts, and return their rows."""
-        host, layout = self._packer.host, self._layout
+        """Write the drafts and the fields of all sampled tokens, several per request with drafts; return their rows."""
         for row, start, token_ids in drafts.written:
-            self._packer.change(row * layout.token_stride + start, np.array(token_ids, dtype=np.int32))
-        requests, tokens_after = drafts.requests, drafts.tokens_after
-        rows, num_sampled = host.rows[requests].astype(np.int64), len(requests)
-        lengths = host.seq_lens[requests] - tokens_after
-        host.sampled_rows[:num_sampled] = rows
-        np.subtract(host.cu_seqlens[1:][requests] - 1, tokens_after, out=host.logits_indices[:num_sampled])
-        host.new_positions[:num_sampled] = lengths
-        np.add(rows * layout.token_stride, lengths, out=host.append_at[:num_sampled])
-        return rows
+            self._packer.change(row * self._layout.token_stride + start, np.array(token_ids, dtype=np.int32))
+        return self._put_sampled(drafts.requests, len(drafts.requests), drafts.tokens_after)
 
     def _list_needs(self, rows: Integers) -> SampledRows:
         views, lengths = self._views(len(rows)), self._packer.host.new_positions[: len(rows)]

@@ -24,7 +24,6 @@ class Waitable(Protocol):
 
     def wait(self) -> None:
         """Wait for the step. May be called repeatedly."""
-        ...
 
 
 class HostBuffer:

@@ -30,25 +30,21 @@ class LinearScheme(Protocol):
 
     def create_weights(self, out_features: int, in_features: int) -> None:
         """Allocate the storage that `load_rows` fills."""
-        ...
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
         """Fill the output features from `start` on with those of `raw`, in `order` ([rows] int64) if given.
 
         Every output feature is filled once before `after_load`.
         """
-        ...
 
     def after_load(self) -> None:
         """Convert to the kernel's layout, once, and free memory that was needed only for loading."""
-        ...
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute [T, in_features] -> [T, out_features] of the same dtype.
 
         A scheme that was created for unrounded results returns float32.
         """
-        ...
 
 
 def linear_scheme(

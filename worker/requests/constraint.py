@@ -48,20 +48,16 @@ class GrammarState(Protocol):
     @property
     def is_complete(self) -> bool:
         """True if the text follows the grammar and nothing may follow."""
-        ...
 
     @property
     def error(self) -> str:
         """Reason why the grammar can no longer be followed; empty if it can."""
-        ...
 
     def consume(self, token_id: int) -> bool:
         """Take the next token; return False if the grammar does not allow it."""
-        ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens may follow, one after the other, without taking them."""
-        ...
 
 
 class PendingGrammar(Protocol):
@@ -69,15 +65,12 @@ class PendingGrammar(Protocol):
 
     def poll(self) -> bool:
         """Return True if `open` would return, or raise, at once."""
-        ...
 
     def open(self) -> GrammarState:
         """Return a state at the beginning of a text. Raises PeltonError if the grammar cannot be used."""
-        ...
 
     def release(self) -> None:
         """Release the grammar, because nobody waits for it any longer."""
-        ...
 
 
 class Grammars(Protocol):
@@ -85,7 +78,6 @@ class Grammars(Protocol):
 
     def prepare(self, source: str) -> PendingGrammar:
         """Start to compile a grammar, or find it in the cache. Raises UnavailableError."""
-        ...
 
     def fill(self, states: Sequence[GrammarState], masks: Words, ahead: Sequence[Sequence[int]] = ()) -> Flags:
         """Write what each state allows to its row of masks [n, ceil(vocab / 32)].
@@ -97,7 +89,6 @@ class Grammars(Protocol):
             masks: Rows to fill.
             ahead: For each state, allowed tokens after each of which another row follows; empty for no tokens.
         """
-        ...
 
 
 class Constraint:
