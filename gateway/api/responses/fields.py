@@ -26,9 +26,12 @@ from gateway.api.common.fields import (
     ToolChoiceField,
     ToolField,
     check_range,
+    invalid,
     parse_fields,
+    unsupported,
 )
 from gateway.api.common.tools import check_num_tools
+from gateway.http.body import convert
 from gateway.text.grammars.json_schema import is_strict
 from shared.errors import InvalidRequestError, PeltonError
 from shared.sampling_params import MAX_LOGPROBS
@@ -213,8 +216,7 @@ def _holders(body: Mapping[str, Any], outer: str) -> Iterator[tuple[str, Mapping
 
 def _refused_error(place: str, refusal: Refusal) -> InvalidRequestError:
     problem = f"must be {json.dumps(refusal.accepted[0])}" if refusal.accepted else "is not supported here"
-    message = f"{place} {problem}: {refusal.reason}."
-    return InvalidRequestError(message, param=place, code="unsupported_parameter")
+    return unsupported(place, f"{problem}: {refusal.reason}.")
 
 
 def parse_response_fields(body: dict[str, Any]) -> ResponseFields:
@@ -227,17 +229,15 @@ def parse_response_fields(body: dict[str, Any]) -> ResponseFields:
     _check_input(fields)
     for index, name in enumerate(fields.include or ()):
         if name not in INCLUDABLE:
-            place = f"include[{index}]"
-            message = f"{place} must be one of {', '.join(INCLUDABLE)}."
-            raise InvalidRequestError(message, param=place, code="unsupported_parameter")
+            raise unsupported(f"include[{index}]", f"must be one of {', '.join(INCLUDABLE)}.")
     if fields.top_logprobs is not None:
         check_range("top_logprobs", fields.top_logprobs, 0, MAX_LOGPROBS)
         if fields.top_logprobs and not fields.includes(LOGPROBS):
-            raise InvalidRequestError(f"top_logprobs requires {LOGPROBS!r} in include.", param="top_logprobs")
+            raise invalid("top_logprobs", f"requires {LOGPROBS!r} in include.")
     if fields.max_output_tokens is not None:
         check_range("max_output_tokens", fields.max_output_tokens, 1, MAX_INT32)
     if fields.background and fields.store is False:
-        raise InvalidRequestError("background requires store to be true.", param="background")
+        raise invalid("background", "requires store to be true.")
     _check_stream_options(fields)
     return fields
 
@@ -258,19 +258,17 @@ def _check_stream_options(fields: ResponseFields) -> None:
     if options is None:
         return
     if not fields.stream:
-        raise InvalidRequestError("stream_options requires stream to be true.", param="stream_options")
+        raise invalid("stream_options", "requires stream to be true.")
     for name in options.__struct_fields__:
         if getattr(options, name):
-            place = f"stream_options.{name}"
             instead = " Send background instead." if name == "resumable" else ""
-            message = f"{place} is not supported here.{instead}"
-            raise InvalidRequestError(message, param=place, code="unsupported_parameter")
+            raise unsupported(f"stream_options.{name}", f"is not supported here.{instead}")
 
 
 def _check_input(fields: InputFields) -> None:
     check_num_tools(len(fields.tools or ()))
     if fields.truncation not in (None, "disabled", "auto"):
-        raise InvalidRequestError("truncation must be auto or disabled.", param="truncation")
+        raise invalid("truncation", "must be auto or disabled.")
 
 
 Tools = Sequence[dict[str, Any]]
@@ -297,10 +295,9 @@ def without_strict(tools: Tools, given: Tools) -> list[dict[str, Any]]:
 def chat_tool(tool: dict[str, Any], place: str) -> ToolField:
     """Convert an entry of `tools`. Raise InvalidRequestError if it is invalid."""
     if tool.get("type") != "function":
-        message = f'{place}.type must be "function", the only supported kind of tool.'
-        raise InvalidRequestError(message, param=f"{place}.type", code="unsupported_parameter")
+        raise unsupported(f"{place}.type", 'must be "function", the only supported kind of tool.')
     fields = {name: value for name, value in tool.items() if name != "type" and f"tools[].{name}" not in REFUSED}
-    return ToolField(type="function", function=_convert(fields, FunctionField, place))
+    return ToolField(type="function", function=convert(fields, FunctionField, place))
 
 
 class _NamedFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -319,23 +316,13 @@ def chat_tool_choice(choice: str | dict[str, Any] | None) -> str | ToolChoiceFie
     if choice is None or isinstance(choice, str):
         return choice
     if choice.get("type") == "function":
-        named = _convert(choice, _NamedFunction, "tool_choice")
+        named = convert(choice, _NamedFunction, "tool_choice")
         return ToolChoiceField(type="function", function=FunctionName(name=named.name))
     if choice.get("type") == "allowed_tools":
-        allowed = _convert(choice, _AllowedFunctions, "tool_choice")
+        allowed = convert(choice, _AllowedFunctions, "tool_choice")
         tools = [AllowedTool(type=tool.type, function=FunctionName(name=tool.name)) for tool in allowed.tools]
         return ToolChoiceField(type="allowed_tools", allowed_tools=AllowedTools(mode=allowed.mode, tools=tools))
-    message = 'tool_choice.type must be "function" or "allowed_tools".'
-    raise InvalidRequestError(message, param="tool_choice.type", code="unsupported_parameter")
-
-
-def _convert(value: dict[str, Any], kind: type[Any], place: str) -> Any:
-    try:
-        return parse_fields(value, kind)
-    except InvalidRequestError as error:
-        param = f"{place}.{error.param}"
-        message = error.message.replace(str(error.param), param)
-        raise InvalidRequestError(message, param=param, code=error.code) from None
+    raise unsupported("tool_choice.type", 'must be "function" or "allowed_tools".')
 
 
 def chat_fields(fields: InputFields, model: str, messages: list[dict[str, Any]]) -> ChatFields:

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.api.common.chat_prompt import count_chat
-from gateway.api.common.fields import ChatFields
+from gateway.api.common.fields import ChatFields, invalid
 from gateway.api.common.prepare import RenderedChat, find_model, finish_chat, render_chat
 from gateway.api.common.prepared import PreparedRequest
 from gateway.api.responses.fields import InputFields, ResponseFields, chat_fields, renamed, with_strict, without_strict
@@ -43,8 +43,8 @@ async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> l
         if item["type"] == REFERENCE:
             place = f"input[{index}].id"
             if item["id"] not in wanted:
-                message = f"{place} refers to an item that an earlier entry refers to. Refer to each item once."
-                raise InvalidRequestError(message, param=place, code="duplicate_item")
+                problem = "refers to an item that an earlier entry refers to. Refer to each item once."
+                raise invalid(place, problem, "duplicate_item")
             if item["id"] not in found:
                 message = f"There is no stored item with the id {shown_id(item['id'])}, which {place} refers to."
                 raise NotFoundError(message, param=place, code="item_not_found")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.api.common.fields import check_choice, check_known, invalid, unsupported
 from gateway.api.common.messages import BREAKPOINT, check_breakpoint
 from gateway.api.common.reasoning import unpacked_reasoning
 from gateway.stores.ids import new_id
-from shared.errors import InvalidRequestError
 
 MAX_ITEMS = 4096
 REFERENCE = "item_reference"
@@ -53,31 +53,26 @@ def input_items(value: str | list[dict[str, Any]], gateway_index: int) -> list[d
     if isinstance(value, str):
         return [_message({"role": "user", "content": value}, "input", new_item_id("message", gateway_index))]
     if not value:
-        raise InvalidRequestError("input must not be empty.", param="input")
+        raise invalid("input", "must not be empty.")
     if len(value) > MAX_ITEMS:
-        raise InvalidRequestError(f"input has {len(value)} items; at most {MAX_ITEMS} are allowed.", param="input")
+        raise invalid("input", f"has {len(value)} items; at most {MAX_ITEMS} are allowed.")
     return [_item(item, f"input[{index}]", gateway_index) for index, item in enumerate(value)]
 
 
 def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, Any]:
     kind = _kind(item)
-    if kind not in _FIELDS:
-        raise InvalidRequestError(f"{place}.type must be one of {', '.join(_FIELDS)}.", param=f"{place}.type")
-    _check_fields(item, ("type", "id", "status", *_FIELDS[kind]), place)
+    check_choice(f"{place}.type", kind, _FIELDS)
+    check_known(item, ("type", "id", "status", *_FIELDS[kind]), place)
     for name in _NULL_ONLY:
         if item.get(name) is not None:
-            field = f"{place}.{name}"
-            raise InvalidRequestError(f"{field} is not supported.", param=field, code="unsupported_parameter")
-    if item.get("status") not in _STATUSES:
-        raise InvalidRequestError(
-            f"{place}.status must be in_progress, completed or incomplete.", param=f"{place}.status"
-        )
+            raise unsupported(f"{place}.{name}", "is not supported.")
+    check_choice(f"{place}.status", item.get("status"), _STATUSES)
     if kind == REFERENCE or item.get("id") is not None:
         identifier = _text(item, "id", place)
     else:
         identifier = new_item_id(kind, gateway_index)
     if len(identifier) > _MAX_ID:
-        raise InvalidRequestError(f"{place}.id has more than {_MAX_ID} characters.", param=f"{place}.id")
+        raise invalid(f"{place}.id", f"has more than {_MAX_ID} characters.")
     if kind == REFERENCE:
         return {"id": identifier, "type": kind}
     if kind == "message":
@@ -93,7 +88,7 @@ def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, 
     if not isinstance(output, str):
         output = _parts(output, ("input_text",), f"{place}.output")
         if not output:
-            raise InvalidRequestError(f"{place}.output must not be empty.", param=f"{place}.output")
+            raise invalid(f"{place}.output", "must not be empty.")
     named = {} if item.get("name") is None else {"name": _text(item, "name", place)}
     return {"id": identifier, "type": kind, "call_id": call_id, "output": output, "status": "completed", **named}
 
@@ -121,51 +116,38 @@ def _reasoning(item: Mapping[str, Any], place: str, identifier: str) -> dict[str
 
 def _message(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, Any]:
     role = item.get("role")
-    if role not in _ROLES:
-        raise InvalidRequestError(f"{place}.role must be one of {', '.join(_ROLES)}.", param=f"{place}.role")
-    if item.get("phase") not in _PHASES:
-        raise InvalidRequestError(f"{place}.phase must be commentary or final_answer.", param=f"{place}.phase")
+    check_choice(f"{place}.role", role, _ROLES)
+    check_choice(f"{place}.phase", item.get("phase"), _PHASES)
     kinds = ("output_text", "refusal") if role == "assistant" else ("input_text",)
     content = item.get("content")
     if isinstance(content, str):
         content = [{"type": kinds[0], "text": content}]
     parts = _parts(content, kinds, f"{place}.content")
     if not parts:
-        raise InvalidRequestError(f"{place}.content must not be empty.", param=f"{place}.content")
+        raise invalid(f"{place}.content", "must not be empty.")
     return {"id": identifier, "type": "message", "status": "completed", "role": role, "content": parts}
 
 
 def _parts(value: object, kinds: tuple[str, ...], place: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{place} must be a string or a list of parts.", param=place, code="invalid_type")
+        raise invalid(place, "must be a string or a list of parts.", "invalid_type")
     return [_part(part, kinds, f"{place}[{index}]") for index, part in enumerate(value)]
 
 
 def _part(part: object, kinds: tuple[str, ...], place: str) -> dict[str, Any]:
     if not isinstance(part, dict):
-        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+        raise invalid(place, "must be an object.", "invalid_type")
     kind = part.get("type")
-    if kind not in kinds:
-        allowed = " or ".join(f'"{name}"' for name in kinds)
-        raise InvalidRequestError(f"{place}.type must be {allowed}.", param=f"{place}.type")
-    _check_fields(part, ("type", *_PARTS[kind]), place)
+    check_choice(f"{place}.type", kind, kinds)
+    check_known(part, ("type", *_PARTS[str(kind)]), place)
     if _listed(part, "annotations") != []:
-        shown = f"{place}.annotations"
-        raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+        raise unsupported(f"{place}.annotations", "is not supported.")
     if not isinstance(_listed(part, "logprobs"), list):
-        shown = f"{place}.logprobs"
-        raise InvalidRequestError(f"{shown} must be a list.", param=shown, code="invalid_type")
+        raise invalid(f"{place}.logprobs", "must be a list.", "invalid_type")
     check_breakpoint(part, place)
-    name = _PARTS[kind][0]
+    name = _PARTS[str(kind)][0]
     text = {"type": kind, name: _text(part, name, place, empty=True)}
     return {**text, "annotations": []} if kind == "output_text" else text
-
-
-def _check_fields(value: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
-    for name in value:
-        if name not in known:
-            shown = f"{place}.{name[:64]}"
-            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
 
 
 def _listed(value: Mapping[str, Any], name: str) -> object:
@@ -176,7 +158,7 @@ def _listed(value: Mapping[str, Any], name: str) -> object:
 def _text(value: Mapping[str, Any], name: str, place: str, *, empty: bool = False) -> str:
     text = value.get(name)
     if not isinstance(text, str) or not (text or empty):
-        raise InvalidRequestError(f"{place}.{name} must be a string.", param=f"{place}.{name}", code="invalid_type")
+        raise invalid(f"{place}.{name}", "must be a string.", "invalid_type")
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.api.common.fan_in import FanIn, open_events
+from gateway.api.common.fields import invalid, unsupported
 from gateway.api.common.prepare import find_model
 from gateway.api.common.resumable import fill, separate, stream_log
 from gateway.api.responses.fields import (
@@ -35,19 +37,19 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, whole, streamed, or in the background."""
     fields = parse_response_fields(await read_json(request))
     if fields.background and not request.app[SERVICES].responses.keeps:
-        message = "background must be false: this server does not store responses (--response-store-size is 0)."
-        raise InvalidRequestError(message, param="background")
+        raise invalid("background", "must be false: this server does not store responses (--response-store-size is 0).")
     items = await items_of(request, fields.input)
     history = await history_of(request, fields.previous_response_id)
     prepared, fields = await prepare(request, fields, history, items)
     envelope, detail = prepared.envelope, prepared.detail
     events = open_events(request, prepared)
+    stored = await run_in_thread_if_large(count_objects(items), partial(stored_items, items))
     keeper = _Keeper(
-        request.app[SERVICES].responses if fields.store is not False else None,
-        envelope.identifier,
-        request[IDENTITY].key_hash,
-        (*history, await run_in_thread_if_large(count_objects(items), partial(stored_items, items))),
-        tuple(item["id"] for item in items),
+        store=request.app[SERVICES].responses if fields.store is not False else None,
+        identifier=envelope.identifier,
+        owner=request[IDENTITY].key_hash,
+        put_in=(*history, stored),
+        item_ids=tuple(item["id"] for item in items),
         background=bool(fields.background),
         is_visible=bool(fields.background or fields.stream),
     )
@@ -71,10 +73,11 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     return json_response(encoder.response)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Keeper:
     """Writer of one response's states to the store.
 
-    Args:
+    Attributes:
         store: The store; None if the response is not stored.
         identifier: Id of the response.
         owner: Hash of the client's key.
@@ -84,29 +87,18 @@ class _Keeper:
         is_visible: True if the client knows the id while the response runs and may ask for it.
     """
 
-    def __init__(
-        self,
-        store: ResponseStore | None,
-        identifier: str,
-        owner: bytes,
-        put_in: tuple[bytes, ...],
-        item_ids: tuple[str, ...],
-        *,
-        background: bool,
-        is_visible: bool,
-    ) -> None:
-        self._store = store
-        self._identifier = identifier
-        self._owner = owner
-        self._put_in = put_in
-        self._item_ids = item_ids
-        self._background = background
-        self._is_visible = is_visible
+    store: ResponseStore | None
+    identifier: str
+    owner: bytes
+    put_in: tuple[bytes, ...]
+    item_ids: tuple[str, ...]
+    background: bool
+    is_visible: bool
 
     def keep(self, response: dict[str, Any]) -> None:
         """Store the response, which has changed."""
         done = response["status"] not in ("queued", "in_progress")
-        if self._store is None or not (done or self._is_visible):
+        if self.store is None or not (done or self.is_visible):
             return
         # A conversation cannot continue after an incomplete call, because no output can answer it.
         items = [
@@ -115,15 +107,15 @@ class _Keeper:
             if item["status"] == "completed" or (item["status"] == "incomplete" and item["type"] != "function_call")
         ]
         stored = StoredResponse(
-            self._owner,
+            self.owner,
             cached_json(response),
-            self._put_in,
+            self.put_in,
             stored_items(items),
-            background=self._background,
+            background=self.background,
             done=done,
-            item_ids=(*self._item_ids, *(item["id"] for item in items)),
+            item_ids=(*self.item_ids, *(item["id"] for item in items)),
         )
-        self._store.put(self._identifier, stored)
+        self.store.put(self.identifier, stored)
 
 
 async def _stream(request: web.Request, events: FanIn, encoder: ResponseEvents) -> web.StreamResponse:
@@ -173,13 +165,10 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     query = query_of(request, RetrieveQuery)
     stored = request.app[SERVICES].responses.get(identifier, owner)
     if query.include_obfuscation:
-        name = "include_obfuscation"
-        raise InvalidRequestError(
-            f"{name} must be false: events are not padded.", param=name, code="unsupported_parameter"
-        )
+        raise unsupported("include_obfuscation", "must be false: events are not padded.")
     if not query.stream:
         if query.starting_after is not msgspec.UNSET:
-            raise InvalidRequestError("starting_after requires stream to be true.", param="starting_after")
+            raise invalid("starting_after", "requires stream to be true.")
         return web.Response(body=stored.body, content_type="application/json")
     try:
         record = request.app[SERVICES].streams.find(identifier, owner)
@@ -188,10 +177,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
         raise InvalidRequestError(message, param="stream") from None
     seen = 0 if query.starting_after is msgspec.UNSET else query.starting_after + 1
     if seen > record.last:
-        name = "starting_after"
-        raise InvalidRequestError(
-            f"{name} must be the number of an event of this response, at most {record.last - 1}.", param=name
-        )
+        raise invalid("starting_after", f"must be the number of an event of this response, at most {record.last - 1}.")
     return await stream_log(request, identifier, record, seen, stream_failure)
 
 
@@ -227,7 +213,7 @@ async def list_input_items(request: web.Request) -> web.StreamResponse:
     if query.after is not msgspec.UNSET:
         found = [index for index, item in enumerate(items) if item["id"] == query.after]
         if not found:
-            raise InvalidRequestError("after must be the id of an item of this response.", param="after")
+            raise invalid("after", "must be the id of an item of this response.")
         items = items[found[0] + 1 :]
     page = items[: query.limit]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
