@@ -6,9 +6,10 @@ inside a tag, before a tag or a constant text, or at the end of the output.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
 
 from gateway.text.grammars.client import grammar_fragment, regex_fragment
 from gateway.text.grammars.grammar import Fragment, any_of, literal
@@ -22,14 +23,146 @@ MAX_TRIGGERS = 256
 MAX_DEPTH = 32
 _TEXT = "ST_TEXT"
 
+_Nothing = Annotated[list[Any], Meta(max_length=0)]
+_Triggers = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_TRIGGERS)]
+_Ends = str | Annotated[list[str], Meta(min_length=1)]
+
+
+class _Format(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    """Base class of all formats."""
+
+
+class ConstString(_Format, tag="const_string"):
+    """Constant text."""
+
+    value: str
+
+
+class JsonSchema(_Format, tag="json_schema"):
+    """JSON that satisfies a schema."""
+
+    json_schema: str | bool | dict[str, Any]
+    style: Literal["json"] | None = None
+
+
+class Regex(_Format, tag="regex"):
+    """Text that matches a regular expression."""
+
+    pattern: str
+
+
+class ClientGrammar(_Format, tag="grammar"):
+    """Text that follows a grammar of the client."""
+
+    grammar: str
+
+
+class AnyText(_Format, tag="any_text"):
+    """Free text."""
+
+    excludes: _Nothing | None = None
+
+
+class Elements(_Format, tag="sequence"):
+    """Formats that follow one another."""
+
+    elements: list[Format]
+
+
+class Or(_Format, tag="or"):
+    """Alternatives."""
+
+    elements: Annotated[list[Format], Meta(min_length=1)]
+
+
+class Tag(_Format, tag="tag"):
+    """Format between two texts, of which the second may be any of several."""
+
+    begin: str
+    content: Format
+    end: _Ends
+
+
+class TriggeredTags(_Format, tag="triggered_tags"):
+    """Free text in which a trigger begins a tag."""
+
+    triggers: _Triggers
+    tags: Annotated[list[Tag], Meta(min_length=1, max_length=MAX_FORMATS)]
+    at_least_one: bool | None = None
+    stop_after_first: bool | None = None
+    excludes: _Nothing | None = None
+
+
+class TagsWithSeparator(_Format, tag="tags_with_separator"):
+    """Formats with a text between them."""
+
+    tags: Annotated[list[Format], Meta(min_length=1)]
+    separator: str
+    at_least_one: bool | None = None
+    stop_after_first: bool | None = None
+
+
+class Optional(_Format, tag="optional"):
+    """Format that may be missing."""
+
+    times: ClassVar = "?"
+    content: Format
+
+
+class Star(_Format, tag="star"):
+    """Format that may be repeated or missing."""
+
+    times: ClassVar = "*"
+    content: Format
+
+
+class Plus(_Format, tag="plus"):
+    """Format that may be repeated."""
+
+    times: ClassVar = "+"
+    content: Format
+
+
+Format = (
+    ConstString
+    | JsonSchema
+    | Regex
+    | ClientGrammar
+    | AnyText
+    | Elements
+    | Or
+    | Tag
+    | TriggeredTags
+    | TagsWithSeparator
+    | Optional
+    | Star
+    | Plus
+)
+
+
+class Structure(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Tag in the older form."""
+
+    begin: str
+    end: _Ends
+    schema: str | bool | dict[str, Any] | None = None
+
+
+class StructuralTag(_Format, tag="structural_tag"):
+    """vLLM's `{"type": "structural_tag", ...}`: a format, or structures and triggers, which is the older form."""
+
+    format: Format | None = None
+    structures: Annotated[list[Structure], Meta(min_length=1, max_length=MAX_FORMATS)] | None = None
+    triggers: _Triggers | None = None
+
 
 def structural_tag_fragment(
-    value: Mapping[str, Any], place: str, special_ids: Mapping[str, int], whitespace: str | None = None
+    value: StructuralTag, place: str, special_ids: Mapping[str, int], whitespace: str | None = None
 ) -> Fragment:
     """Return the fragment of a structural tag.
 
     Args:
-        value: `{"format": {...}}`, or the older form, `{"structures": [...], "triggers": [...]}`.
+        value: The structural tag.
         place: Request field that contains it.
         special_ids: Id by text of each special token; in tags these texts stand for the tokens.
         whitespace: See json_expression.
@@ -37,219 +170,127 @@ def structural_tag_fragment(
     Raises:
         InvalidRequestError: A format is invalid or not supported; the error names the place.
     """
-    has_format = value.get("format") is not None
-    has_structures = value.get("structures") is not None or value.get("triggers") is not None
-    if has_format == has_structures:
+    writer = _Writer(special_ids, whitespace)
+    if (value.format is None) == (value.structures is None and value.triggers is None):
         raise _error(place, "needs either format, or structures and triggers")
-    writer = _Writer(place, special_ids, whitespace)
-    if has_format:
-        expression = writer.expression(value["format"], f"{place}.format", last=True)
+    if value.format is not None:
+        expression = writer.expression(value.format, f"{place}.format", last=True)
     else:
-        expression = writer.expression(_from_structures(value, place), place, last=True)
+        if value.structures is None or value.triggers is None:
+            missing = "structures" if value.structures is None else "triggers"
+            raise _error(f"{place}.{missing}", "is missing")
+        tags = [
+            Tag(begin=one.begin, content=JsonSchema(json_schema=one.schema or {}), end=one.end)
+            for one in value.structures
+        ]
+        expression = writer.expression(TriggeredTags(triggers=value.triggers, tags=tags), place, last=True)
     rules = (*writer.rules, f"{_TEXT}: /(?s:.*)/") if writer.uses_text else tuple(writer.rules)
     return Fragment(f"({expression})", rules, param=place)
 
 
-def _from_structures(value: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Convert the older form to triggered_tags."""
-    tags = []
-    for index, structure in enumerate(_get(value, "structures", list, place)):
-        where = f"{place}.structures[{index}]"
-        if not isinstance(structure, dict):
-            raise _error(where, "must be an object")
-        _only(structure, {"begin", "schema", "end"}, where)
-        schema = structure.get("schema", {})
-        content = {"type": "json_schema", "json_schema": {} if schema is None else schema}
-        tags.append({"type": "tag", "content": content} | {name: structure.get(name) for name in ("begin", "end")})
-    return {"type": "triggered_tags", "triggers": _get(value, "triggers", list, place), "tags": tags}
-
-
 class _Writer:
-    def __init__(self, place: str, special_ids: Mapping[str, int], whitespace: str | None) -> None:
+    def __init__(self, special_ids: Mapping[str, int], whitespace: str | None) -> None:
         self.rules: list[str] = []
         self.uses_text = False
-        self._place = place
         self._special_ids = special_ids
         self._whitespace = whitespace
         self._num_formats = 0
-        self._depth = 0
-        self._kinds: dict[str, Callable[[Mapping[str, Any], str, bool], str]] = {
-            "const_string": self._const_string,
-            "json_schema": self._json_schema,
-            "regex": self._regex,
-            "grammar": self._grammar,
-            "any_text": self._any_text,
-            "sequence": self._sequence,
-            "or": self._or,
-            "tag": self._tag,
-            "triggered_tags": self._triggered_tags,
-            "tags_with_separator": self._tags_with_separator,
-            "optional": lambda value, place, last: self._repeated(value, place, "?"),
-            "star": lambda value, place, last: self._repeated(value, place, "*"),
-            "plus": lambda value, place, last: self._repeated(value, place, "+"),
-        }
 
-    def expression(self, value: object, place: str, *, last: bool) -> str:
+    def expression(self, value: Format, place: str, *, last: bool, depth: int = 0) -> str:
         """Return the expression of one format; `last` means that nothing follows it."""
         self._num_formats += 1
-        if self._num_formats > MAX_FORMATS or self._depth > MAX_DEPTH:
+        if self._num_formats > MAX_FORMATS or depth > MAX_DEPTH:
             raise _error(
                 place, f"has more than {MAX_FORMATS} formats, or formats nested more than {MAX_DEPTH} levels deep"
             )
-        if not isinstance(value, dict):
-            raise _error(place, "must be an object with a type")
-        kind = value.get("type")
-        if not isinstance(kind, str) or kind not in self._kinds:
-            shown = json.dumps(kind)[:64]
-            raise _error(f"{place}.type", f"is {shown}; supported are {', '.join(self._kinds)}")
-        self._depth += 1
-        try:
-            return self._kinds[kind](value, place, last)
-        finally:
-            self._depth -= 1
+        depth += 1
+        match value:
+            case ConstString():
+                return self._literal(value.value)
+            case JsonSchema():
+                return self._json_schema(value.json_schema, f"{place}.json_schema")
+            case Regex():
+                return self._part(regex_fragment(value.pattern, self._name("ST"), f"{place}.pattern"))
+            case ClientGrammar():
+                return self._part(grammar_fragment(value.grammar, self._name("st"), f"{place}.grammar"))
+            case AnyText():
+                _check_end(place, defined=last)
+                return self._text()
+            case Elements():
+                return self._sequence(value.elements, f"{place}.elements", last, depth)
+            case Or():
+                return self._any_of(value.elements, f"{place}.elements", last, depth)
+            case Tag():
+                return f"{self._literal(value.begin)} {self._behind(value, place, value.begin, last, depth)}"
+            case TriggeredTags():
+                return self._triggered_tags(value, place, last, depth)
+            case TagsWithSeparator():
+                tag = self._rule(
+                    self._any_of(value.tags, f"{place}.tags", last and bool(value.stop_after_first), depth)
+                )
+                body = tag if value.stop_after_first else f"{tag} ({self._literal(value.separator)} {tag})*"
+                return body if value.at_least_one else f"({body})?"
+            case Optional() | Star() | Plus():
+                return f"({self.expression(value.content, f'{place}.content', last=False, depth=depth)}){value.times}"
 
-    def _const_string(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"value"}, place)
-        return self._literal(_get(value, "value", str, place))
+    def _json_schema(self, schema: str | bool | dict[str, Any], place: str) -> str:
+        found = parsed_json(schema, place) if isinstance(schema, str) else schema
+        if found is True:
+            found = {}
+        if not isinstance(found, dict):
+            raise _error(place, "must be a JSON schema, which is an object")
+        return self._rule(json_expression(found, place, whitespace=self._whitespace))
 
-    def _json_schema(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"json_schema", "style"}, place)
-        if value.get("style") not in (None, "json"):
-            raise _error(f"{place}.style", 'must be "json"; other styles are not supported')
-        schema = value.get("json_schema")
-        if isinstance(schema, str):
-            schema = parsed_json(schema, f"{place}.json_schema")
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            raise _error(f"{place}.json_schema", "must be a JSON schema, which is an object")
-        return self._rule(json_expression(schema, f"{place}.json_schema", whitespace=self._whitespace))
+    def _any_of(self, values: Sequence[Format], place: str, last: bool, depth: int) -> str:
+        return any_of(self.expression(one, f"{place}[{i}]", last=last, depth=depth) for i, one in enumerate(values))
 
-    def _regex(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"pattern"}, place)
-        part = regex_fragment(_get(value, "pattern", str, place), self._name("ST"), f"{place}.pattern")
-        return self._part(part)
-
-    def _grammar(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"grammar"}, place)
-        part = grammar_fragment(_get(value, "grammar", str, place), self._name("st"), f"{place}.grammar")
-        return self._part(part)
-
-    def _any_text(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        self._check_any_text(value, place)
-        if not last:
-            raise _error(
-                place,
-                "is free text whose end is not defined; put it inside a tag, before a tag or a constant text, or last",
-            )
-        return self._text()
-
-    def _sequence(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"elements"}, place)
-        elements = _get(value, "elements", list, place)
+    def _sequence(self, elements: Sequence[Format], place: str, last: bool, depth: int) -> str:
         parts: list[str] = []
-        index = 0
-        while index < len(elements):
-            element, where = elements[index], f"{place}.elements[{index}]"
-            ends = index + 1 == len(elements)
-            following = None if ends else _beginning(elements[index + 1])
-            if isinstance(element, dict) and element.get("type") == "any_text" and following:
-                self._check_any_text(element, where)
-                parts.append(self._text_until(following))
-                index += 1
-                where = f"{place}.elements[{index}]"
-                parts.append(self._behind(elements[index], where, following, last and index + 1 == len(elements)))
+        written = ""
+        for index, element in enumerate(elements):
+            following = elements[index + 1] if index + 1 < len(elements) else None
+            ends = last and following is None
+            where = f"{place}[{index}]"
+            if written and isinstance(element, Tag | ConstString):
+                parts.append(self._behind(element, where, written, ends, depth))
+                written = ""
+            elif isinstance(element, AnyText) and (written := _beginning(following)):
+                parts.append(self._text_until(written))
             else:
-                parts.append(self.expression(element, where, last=last and ends))
-            index += 1
+                parts.append(self.expression(element, where, last=ends, depth=depth))
         return " ".join(parts) or '""'
 
-    def _or(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"elements"}, place)
-        elements = _get(value, "elements", list, place)
-        if not elements:
-            raise _error(f"{place}.elements", "must not be empty")
-        return any_of(self.expression(one, f"{place}.elements[{i}]", last=last) for i, one in enumerate(elements))
-
-    def _tag(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        return f"{self._literal(_get(value, 'begin', str, place))} {self._behind(value, place, value['begin'], last)}"
-
-    def _behind(self, value: Mapping[str, Any], place: str, written: str, last: bool) -> str:
+    def _behind(self, value: Tag | ConstString, place: str, written: str, last: bool, depth: int) -> str:
         """Return the rest of a tag or constant text of which `written` has been generated."""
-        if value.get("type") == "const_string":
-            return self._literal(_get(value, "value", str, place)[len(written) :])
-        _only(value, {"begin", "content", "end"}, place)
-        rest = self._literal(_get(value, "begin", str, place)[len(written) :])
-        ends = value.get("end")
-        ends = [ends] if isinstance(ends, str) else ends
-        if not isinstance(ends, list) or not ends or not all(isinstance(end, str) for end in ends):
-            raise _error(f"{place}.end", "must be a text or a list of texts")
-        content, where = value.get("content"), f"{place}.content"
-        if isinstance(content, dict) and content.get("type") == "any_text" and any(ends):
-            self._check_any_text(content, where)
+        if isinstance(value, ConstString):
+            return self._literal(value.value[len(written) :])
+        rest = self._literal(value.begin[len(written) :])
+        ends = [value.end] if isinstance(value.end, str) else value.end
+        if isinstance(value.content, AnyText) and any(ends):
             if not all(ends):
                 raise _error(f"{place}.end", "must not be empty after free text")
-            return f"{rest} {any_of(self._text_until(end) for end in ends)}"
-        inner = self.expression(content, where, last=last and not any(ends))
+            return f"{rest} {any_of(map(self._text_until, ends))}"
+        inner = self.expression(value.content, f"{place}.content", last=last and not any(ends), depth=depth)
         return f"{rest} {inner} {any_of(map(self._literal, ends))}"
 
-    def _triggered_tags(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"}, place)
-        if value.get("excludes"):
-            raise _error(f"{place}.excludes", "is not supported")
-        triggers = _get(value, "triggers", list, place)
-        tags = _get(value, "tags", list, place)
-        if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise _error(f"{place}.triggers", "must be a list of non-empty texts")
-        if len(triggers) > MAX_TRIGGERS or len(tags) > MAX_FORMATS:
-            raise _error(place, f"has more than {MAX_TRIGGERS} triggers, or more than {MAX_FORMATS} tags")
-        once, must = _flag(value, "stop_after_first", place), _flag(value, "at_least_one", place)
-        if not last and not (once and must):
-            raise _error(
-                place,
-                "is free text whose end is not defined; put it inside a tag, before a tag or a constant text, or last",
-            )
-        bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        for index, tag in enumerate(tags):
+    def _triggered_tags(self, value: TriggeredTags, place: str, last: bool, depth: int) -> str:
+        once, must = bool(value.stop_after_first), bool(value.at_least_one)
+        _check_end(place, defined=last or (once and must))
+        bodies: dict[str, list[str]] = {trigger: [] for trigger in value.triggers}
+        self._num_formats += len(value.tags)
+        for index, tag in enumerate(value.tags):
             where = f"{place}.tags[{index}]"
-            self._num_formats += 1
-            if not isinstance(tag, dict) or tag.get("type", "tag") != "tag":
-                raise _error(where, "must be a tag")
-            begin = _get(tag, "begin", str, where)
-            matching = [trigger for trigger in triggers if begin.startswith(trigger)]
+            matching = [trigger for trigger in value.triggers if tag.begin.startswith(trigger)]
             if len(matching) != 1:
                 raise _error(
                     f"{where}.begin", f"must begin with exactly one of the triggers; it begins with {len(matching)}"
                 )
-            bodies[matching[0]].append(self._behind(tag, where, matching[0], last and once))
+            bodies[matching[0]].append(self._behind(tag, where, matching[0], last and once, depth))
         parts = [f"{self._text_until(trigger)} {any_of(found)}" for trigger, found in bodies.items() if found]
-        if not parts:
-            raise _error(f"{place}.tags", "must not be empty")
         part = self._rule(" | ".join(parts))
         if once:
             return part if must else f"({part} | {self._text()})"
         return f"{part}{'+' if must else '*'} {self._text()}"
-
-    def _tags_with_separator(self, value: Mapping[str, Any], place: str, last: bool) -> str:
-        _only(value, {"tags", "separator", "at_least_one", "stop_after_first"}, place)
-        tags = _get(value, "tags", list, place)
-        if not tags:
-            raise _error(f"{place}.tags", "must not be empty")
-        once, must = _flag(value, "stop_after_first", place), _flag(value, "at_least_one", place)
-        found = [self.expression(tag, f"{place}.tags[{i}]", last=last and once) for i, tag in enumerate(tags)]
-        tag = self._rule(any_of(found))
-        separator = self._literal(_get(value, "separator", str, place))
-        body = tag if once else f"{tag} ({separator} {tag})*"
-        return body if must else f"({body})?"
-
-    def _repeated(self, value: Mapping[str, Any], place: str, times: str) -> str:
-        _only(value, {"content"}, place)
-        return f"({self.expression(value.get('content'), f'{place}.content', last=False)}){times}"
-
-    def _check_any_text(self, value: Mapping[str, Any], place: str) -> None:
-        _only(value, {"excludes"}, place)
-        if value.get("excludes"):
-            raise _error(f"{place}.excludes", "is not supported")
 
     def _text(self) -> str:
         self.uses_text = True
@@ -281,32 +322,19 @@ class _Writer:
         return part.expression
 
 
-def _beginning(value: object) -> str | None:
+def _beginning(value: Format | None) -> str:
     """Return the text that a format begins with, if it is a tag or a constant text."""
-    if isinstance(value, dict):
-        found = value.get({"tag": "begin", "const_string": "value"}.get(str(value.get("type")), ""))
-        return found if isinstance(found, str) and found else None
-    return None
+    if isinstance(value, Tag):
+        return value.begin
+    return value.value if isinstance(value, ConstString) else ""
 
 
-def _get(value: Mapping[str, Any], name: str, kind: type, place: str) -> Any:
-    found = value.get(name)
-    if not isinstance(found, kind):
-        raise _error(f"{place}.{name}", f"must be a {'text' if kind is str else 'list'}")
-    return found
-
-
-def _flag(value: Mapping[str, Any], name: str, place: str) -> bool:
-    found = value.get(name, False)
-    if not isinstance(found, bool):
-        raise _error(f"{place}.{name}", "must be a boolean")
-    return found
-
-
-def _only(value: Mapping[str, Any], names: set[str], place: str) -> None:
-    for name in value:
-        if name not in names and name != "type":
-            raise _error(f"{place}.{name[:64]}", "is not supported here")
+def _check_end(place: str, *, defined: bool) -> None:
+    if not defined:
+        raise _error(
+            place,
+            "is free text whose end is not defined; put it inside a tag, before a tag or a constant text, or last",
+        )
 
 
 def _error(place: str, what: str) -> InvalidRequestError:

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from gateway.text.grammars.structural_tags import structural_tag_fragment
+from gateway.http.body import convert
+from gateway.text.grammars.structural_tags import StructuralTag, structural_tag_fragment
 from shared.errors import InvalidRequestError
 from tests.fakes.grammar_text import allows
 
 SPECIAL = {"<tool>": 300, "</tool>": 301}
 INT: dict[str, Any] = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ANY: dict[str, Any] = {"type": "any_text"}
+
+
+def fragment_of(value, place, special_ids):
+    return structural_tag_fragment(convert(value, StructuralTag, place), place, special_ids)
 
 
 def const(text):
@@ -90,14 +95,14 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("value", "good", "bad"), CASES)
 def test_what_is_allowed(value, good, bad):
-    fragment = structural_tag_fragment({"format": value}, "p", SPECIAL)
+    fragment = fragment_of({"format": value}, "p", SPECIAL)
     assert [text for text in good if not allows(fragment, text, SPECIAL)] == []
     assert [text for text in bad if allows(fragment, text, SPECIAL)] == []
 
 
 def test_the_older_form():
     value = {"structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f="]}
-    fragment = structural_tag_fragment(value, "p", {})
+    fragment = fragment_of(value, "p", {})
     assert allows(fragment, "so <f=a>5</f> there") and not allows(fragment, "so <f=a>x</f>")
 
 
@@ -129,12 +134,13 @@ def test_the_older_form():
         ({"format": of("regex", pattern="\\")}, "p.format.pattern"),
         ({"structures": [5], "triggers": ["x"]}, "p.structures[0]"),
         ({"structures": [{"begin": "x", "end": "y", "z": 1}], "triggers": ["x"]}, "p.structures[0].z"),
-        ({"structures": []}, "p.triggers"),
+        ({"structures": [{"begin": "x", "end": "y"}]}, "p.triggers"),
+        ({"structures": [], "triggers": ["x"]}, "p.structures"),
     ],
 )
 def test_errors_name_the_field(value, place):
     with pytest.raises(InvalidRequestError) as error:
-        structural_tag_fragment(value, "p", {})
+        fragment_of(value, "p", {})
     assert error.value.param == place and place in error.value.message
 
 
@@ -143,9 +149,9 @@ def test_nesting_of_formats_is_bounded():
     for _ in range(500):
         value = of("optional", content=value)
     with pytest.raises(InvalidRequestError):
-        structural_tag_fragment({"format": value}, "p", {})
+        fragment_of({"format": value}, "p", {})
     with pytest.raises(InvalidRequestError):
-        structural_tag_fragment({"format": of("or", elements=[INT] * 5000)}, "p", {})
+        fragment_of({"format": of("or", elements=[INT] * 5000)}, "p", {})
 
 
 def test_too_many_triggers_are_refused_immediately():
@@ -153,12 +159,12 @@ def test_too_many_triggers_are_refused_immediately():
     marks = [f"<f{index:06d}" for index in range(200_000)]
     structures = [{"begin": f"{mark}>", "schema": {"type": "integer"}, "end": "</f>"} for mark in marks[-900:]]
     start = time.process_time()
-    with pytest.raises(InvalidRequestError, match="more than 256 triggers"):
-        structural_tag_fragment({"structures": structures, "triggers": marks}, "tag", {})
+    with pytest.raises(InvalidRequestError, match="triggers: expected array of length <= 256"):
+        fragment_of({"structures": structures, "triggers": marks}, "tag", {})
     assert time.process_time() - start < 1
 
 
 def test_a_tag_that_begins_with_two_triggers_is_refused():
     structures = [{"begin": "<fn=a>", "schema": {"type": "integer"}, "end": "</f>"}]
     with pytest.raises(InvalidRequestError, match="it begins with 2"):
-        structural_tag_fragment({"structures": structures, "triggers": ["<f", "<fn", "<fnord"]}, "tag", {})
+        fragment_of({"structures": structures, "triggers": ["<f", "<fn", "<fnord"]}, "tag", {})
