@@ -1,14 +1,16 @@
-"""Gateway process over a fake worker with prepared answers, for tests of client programs."""
+"""Gateway process, alone or over a fake worker with prepared answers, for tests of processes and client programs."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,75 @@ from tests.fakes.http_gateway import parse_events
 from tests.fakes.processes import end, listening_url, plain_environment
 
 MODEL = "prepared"
+PATIENCE_SECONDS = 60.0
+
+
+class GatewayProcess:
+    """`python -m gateway` on a free port, as a context manager that ends it.
+
+    Args:
+        directory: Runtime directory. The log is a file beside it.
+        flags: Command-line flags of the gateway.
+        pass_fds: File descriptors that the process inherits.
+        env: Environment variables.
+    """
+
+    def __init__(self, directory: Path, *flags: str, pass_fds: tuple[int, ...] = (), **env: str) -> None:
+        with tempfile.NamedTemporaryFile(prefix="gateway-log-", dir=directory.parent, delete=False) as log:
+            self._log = Path(log.name)
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(directory), *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=plain_environment(**env),
+                pass_fds=pass_fds,
+            )
+
+    def __enter__(self) -> GatewayProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(self.popen, 20)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @cached_property
+    def url(self) -> str:
+        """URL without /v1; waits until the gateway listens."""
+
+        def found() -> str | None:
+            assert self.popen.poll() is None, self.log()
+            return listening_url(self.log())
+
+        return str(wait_until(found, PATIENCE_SECONDS, "the gateway listens"))
+
+    def await_ready(self, status: int = 200) -> str:
+        """Wait until /ready answers with this status; return the URL."""
+        try:
+            wait_until(lambda: self._ready_status() == status, PATIENCE_SECONDS, f"/ready answers with {status}")
+        except BaseException:
+            print(self.log())
+            raise
+        return self.url
+
+    def _ready_status(self) -> int:
+        try:
+            with urllib.request.urlopen(self.url + "/ready", timeout=10) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
+
+    def wait(self) -> int:
+        """Wait until the process has ended; return the exit code."""
+        return self.popen.wait(PATIENCE_SECONDS)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit code."""
+        self.popen.send_signal(number)
+        return self.wait()
 
 
 class PreparedServer:
@@ -33,38 +104,33 @@ class PreparedServer:
         url: URL of the gateway, without /v1.
         worker: The worker, which records what it receives.
         directory: The runtime directory.
+        process: The gateway.
     """
+
+    process: GatewayProcess
 
     def __init__(self, answers: Mapping[str, Answer], *, flags: Sequence[str] = (), **options: Any) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pelton-prepared-")
         self.directory = Path(self._directory.name) / "r"
         self.directory.mkdir(mode=0o700)
-        self._log = Path(self._directory.name) / "log"
         self._flags = flags
-        self._process: subprocess.Popen[bytes] | None = None
         prepared = Answers(answers)
         fields: dict[str, Any] = {"model_names": (MODEL,), "bundle": hermes_bundle(), "delay": 0.001, **options}
         self.worker = FakeWorker(self.directory, script=prepared.script, failure=prepared.failure, **fields)
         self.url = ""
 
     def __enter__(self) -> PreparedServer:
-        command = [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(self.directory), *self._flags]
         self.worker.__enter__()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=plain_environment()
-            )
+        self.process = GatewayProcess(self.directory, *self._flags)
         try:
-            wait_until(self._is_ready, 60, "the gateway is ready")
+            self.url = self.process.await_ready()
         except BaseException:
-            print(self.log())
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        end(self._process, 20)
+        self.process.__exit__()
         self.worker.stop()
         self._directory.cleanup()
 
@@ -89,23 +155,7 @@ class PreparedServer:
 
     def memory(self) -> int:
         """Return the resident bytes of the gateway and its child processes."""
-        assert self._process is not None
+        pid = self.process.popen.pid
         table = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
         rows = [list(map(int, line.split())) for line in table.splitlines()]
-        return sum(rss for pid, parent, rss in rows if self._process.pid in (pid, parent)) << 10
-
-    def log(self) -> str:
-        """Return the log of the gateway."""
-        return self._log.read_text(errors="replace")
-
-    def _is_ready(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self.log()
-        if url := listening_url(self.log()):
-            self.url = url
-            try:
-                with urllib.request.urlopen(self.url + "/ready", timeout=10) as response:
-                    return bool(response.status == 200)
-            except urllib.error.HTTPError as error:
-                error.close()
-        return False
+        return sum(rss for child, parent, rss in rows if pid in (child, parent)) << 10

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -11,27 +13,26 @@ import pytest
 
 from gateway.stores.ids import gateway_of
 from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.prepared_server import GatewayProcess
 from tests.fakes.processes import shared_port
-from tests.integration.test_http_process import Process, ready
 from tests.integration.test_http_resumable import parsed
 
 KEYS = ("sk-one-0123456789", "sk-two-0123456789")
 
 
+@dataclass(frozen=True)
 class Pair:
-    """Client of both gateways, each on its own port, because clients cannot choose on a shared port."""
+    """Both gateways, each on its own port, because clients cannot choose on a shared port."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, urls: list[str], processes: list[Process], worker: FakeWorker
-    ) -> None:
-        self.session = session
-        self.processes = processes
-        self.urls = urls
-        self.worker = worker
+    processes: list[GatewayProcess]
+    worker: FakeWorker
 
     async def ask(self, which: int, method: str, path: str, key: int = 0, **options: Any) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {KEYS[key]}", **options.pop("headers", {})}
-        async with self.session.request(method, self.urls[which] + path, headers=headers, **options) as response:
+        async with (
+            aiohttp.ClientSession(self.processes[which].url) as session,
+            session.request(method, path, headers=headers, **options) as response,
+        ):
             parse = response.content_type == "application/json"
             return response.status, await response.json() if parse else await response.read()
 
@@ -40,25 +41,20 @@ class Pair:
         return await self.ask(which, "POST", "/v1/responses", key, json=body)
 
 
-@pytest.fixture
-async def pair(tmp_path) -> AsyncIterator[Pair]:
-    directory = tmp_path / "r"
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("siblings") / "r"
     directory.mkdir(mode=0o700)
-    with FakeWorker(directory, delay=0.005) as worker:
-        async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
-            urls: list[str] = []
-            processes: list[Process] = []
-            for index in (0, 1):
-                port = stack.enter_context(shared_port())
-                flags = ["--gateway-processes", "2", "--gateway-index", str(index), "--port", str(port)]
-                flags += [flag for key in KEYS for flag in ("--api-key", key)]
-                process = Process(directory, *flags, log=f"gateway-{index}.log")
-                stack.callback(process.kill)
-                processes.append(process)
-                urls.append(await process.url())
-            for url in urls:
-                await ready(session, url)
-            yield Pair(session, urls, processes, worker)
+    keys = [flag for key in KEYS for flag in ("--api-key", key)]
+    with FakeWorker(directory, delay=0.005) as worker, contextlib.ExitStack() as stack:
+        processes = []
+        for index in "01":
+            port = str(stack.enter_context(shared_port()))
+            flags = ("--gateway-processes", "2", "--gateway-index", index, "--port", port, *keys)
+            processes.append(stack.enter_context(GatewayProcess(directory, *flags)))
+        for process in processes:
+            process.await_ready()
+        yield Pair(processes, worker)
 
 
 async def test_what_one_keeps_is_had_from_both(pair):
@@ -86,6 +82,7 @@ async def test_what_one_keeps_is_had_from_both(pair):
     status, made = await pair.create(0, background=True)
     status, body = await pair.ask(1, "POST", f"/v1/responses/{made['id']}/cancel")
     assert (status, body["status"]) == (200, "cancelled")
+    pair.worker.faults.stalled = False
 
 
 async def test_a_stream_goes_on_at_the_other_and_ends_with_its_process(pair):
@@ -94,7 +91,8 @@ async def test_a_stream_goes_on_at_the_other_and_ends_with_its_process(pair):
     body |= {"stream": True, "stream_options": {"resumable": True}}
     raw = b""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
-    async with pair.session.post(pair.urls[0] + "/v1/chat/completions", json=body, headers=headers) as response:
+    url = pair.processes[0].url + "/v1/chat/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as response:
         while raw.count(b"\n\n") < 5:
             raw += await response.content.readuntil(b"\n\n")
         response.close()
@@ -114,7 +112,8 @@ async def test_a_stream_goes_on_at_the_other_and_ends_with_its_process(pair):
 async def test_a_process_that_is_gone_has_nothing(pair):
     _, made = await pair.create(1)
     assert (await pair.ask(0, "GET", "/v1/responses/resp_3f" + "0" * 30))[0] == 404, "there is no such process"
-    pair.processes[1].kill()
+    # This is the last test of the two processes.
+    pair.processes[1].end(signal.SIGKILL)
     assert (await pair.ask(0, "GET", f"/v1/responses/{made['id']}"))[0] == 503
     status, body = await pair.create(0, previous_response_id=made["id"])
     assert status == 503 and "/" not in body["error"]["message"]

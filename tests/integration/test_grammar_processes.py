@@ -27,26 +27,16 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_processes_end_with_their_gateway(end):
+def test_killed_processes_are_replaced_and_end_with_their_gateway(end):
     with PreparedServer({"hello": "x"}) as server:
-        process = server._process
-        assert process is not None
-        outputs = {"structured_outputs": {"regex": "x"}}
-        message = [{"role": "user", "content": "hello"}]
-        assert server.post("/v1/chat/completions", messages=message, **outputs)[0] == 200
-        pids = children(process.pid)
-        assert pids
-        os.kill(process.pid, end)
-        wait_until(lambda: not alive(pids), 30, "the processes end")
-
-
-def test_killed_processes_are_replaced():
-    with PreparedServer({"hello": "x"}) as server:
-        process = server._process
-        assert process is not None
+        pid = server.process.popen.pid
         message = [{"role": "user", "content": "hello"}]
         for number in range(3):
+            for child in children(pid):
+                os.kill(child, signal.SIGKILL)
             outputs = {"structured_outputs": {"regex": f"x{{{number}}}x"}}
             assert server.post("/v1/chat/completions", messages=message, **outputs)[0] == 200
-            for pid in children(process.pid):
-                os.kill(pid, signal.SIGKILL)
+        processes = children(pid)
+        assert processes
+        os.kill(pid, end)
+        wait_until(lambda: not alive(processes), 30, "the processes end")

@@ -6,6 +6,7 @@ CVE and report numbers are in comments.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -142,7 +143,7 @@ async def test_template_variables_that_requests_may_not_set(gateway, name):
     assert not gateway.models.entry.pipeline.messages
 
 
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c"}
 TEXT = {"type": "text", "text": "a"}

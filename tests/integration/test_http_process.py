@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import aiohttp
 import openai
@@ -23,49 +21,13 @@ from shared.messages import Bundle
 from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, endless
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import parse_events
-from tests.fakes.processes import listening_url, shared_port
+from tests.fakes.prepared_server import GatewayProcess
+from tests.fakes.processes import shared_port
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 PATIENCE_SECONDS = 50.0
-
-
-class Process:
-    """`python -m gateway` on a free port."""
-
-    def __init__(
-        self, directory: Path, *args: str, pass_fds: tuple[int, ...] = (), log: str = "gateway.log", **env: str
-    ) -> None:
-        self.log = directory.parent / log
-        environment = {**os.environ, **env}
-        with self.log.open("wb") as output:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(directory), *args],
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=pass_fds,
-            )
-
-    async def url(self) -> str:
-        """Return the URL once the gateway listens."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while (url := listening_url(self.log.read_text())) is None:
-                assert self.popen.poll() is None, self.log.read_text()
-                await asyncio.sleep(0.025)
-        return url
-
-    async def says(self, words: str) -> None:
-        """Wait until the log contains the words."""
-        await until(lambda: words in self.log.read_text())
-
-    async def end(self, number: int = signal.SIGTERM) -> int:
-        self.popen.send_signal(number)
-        return await asyncio.to_thread(self.popen.wait, PATIENCE_SECONDS)
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
+BROKEN = Bundle(bundle_hash="broken", tokenizer_json=b"{}")
+ENDLESS = {"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS}
 
 
 @pytest.fixture
@@ -75,65 +37,66 @@ def directory(tmp_path):
     return path
 
 
-@contextlib.asynccontextmanager
-async def running(directory, *args, **env):
-    process = Process(directory, *args, **env)
-    try:
-        yield process, await process.url()
-    finally:
-        process.kill()
+@contextlib.contextmanager
+def supervised(directory, *flags):
+    """Run a gateway under a supervisor; yield it and the pipe whose end is the end of the supervisor."""
+    reading, writing = os.pipe()
+    with GatewayProcess(directory, *flags, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading)) as process:
+        os.close(reading)
+        with open(writing, "wb") as pipe:
+            yield process, pipe
 
 
-async def ready(session, url, status=200):
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            async with session.get(url + "/ready") as response:
-                if response.status == status:
-                    return
-            await asyncio.sleep(0.05)
+async def send(url, path, body, version="1.1"):
+    """Send a request on a connection of its own, which the server closes."""
+    raw = orjson.dumps(body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    return reader, writer
 
 
 async def test_start_serve_and_lose_the_worker(directory):
-    async with running(directory) as (process, url), aiohttp.ClientSession() as session:
-        async with session.get(url + "/ready") as response:
-            assert response.status == 503 and (await response.json())["error"]["code"] == "not_ready"
+    with GatewayProcess(directory) as process:
+        url = process.await_ready(503)
         with FakeWorker(directory):
-            await ready(session, url)
+            process.await_ready()
             async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
                 whole = await client.completions.create(model="fake", prompt="hello", max_tokens=50)
-                stream = await client.completions.create(model="fake", prompt="hello", max_tokens=50, stream=True)
-                text = "".join([chunk.choices[0].text async for chunk in stream])
-                assert whole.choices[0].text == text == "hello" and whole.choices[0].finish_reason == "stop"
-                chat = await client.chat.completions.create(model="fake", messages=MESSAGES)
-                assert "abc" in (chat.choices[0].message.content or "")
-            async with session.get(url + "/metrics") as response:
+                assert whole.choices[0].text == "hello" and whole.choices[0].finish_reason == "stop"
+            async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
                 metrics = await response.text()
             assert 'pelton:worker_ready{model_name="fake",worker="0"} 1.0' in metrics
             assert "_created" not in metrics
-        await ready(session, url, 503)
-        async with session.post(url + "/v1/chat/completions", json={"model": "fake", "messages": MESSAGES}) as response:
-            assert response.status == 503 and response.headers["Retry-After"]
-        assert await process.end() == 0
+        process.await_ready(503)
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "fake", "messages": MESSAGES}
+            async with session.post(url + "/v1/chat/completions", json=body) as response:
+                assert response.status == 503 and response.headers["Retry-After"]
+        assert process.end() == 0
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_streams_of_several_choices_are_whole_in_either_version_of_http(directory, version, path):
-    prompt = {"prompt": "Grüße, 你好 🛑!"} if path == "/v1/completions" else {"messages": MESSAGES}
-    body = {"model": "fake", "max_tokens": 80, "n": 3, **prompt}
-    with FakeWorker(directory, delay=0.001):
-        async with running(directory) as (_, url), aiohttp.ClientSession() as session:
-            await ready(session, url)
-            async with session.post(url + path, json=body) as response:
+async def test_streams_of_several_choices_are_whole_in_either_version_of_http(directory):
+    with FakeWorker(directory, delay=0.001), GatewayProcess(directory) as process:
+        url = process.await_ready()
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "Grüße, 你好 🛑!"}),
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+        ):
+            body = {"model": "fake", "max_tokens": 80, "n": 3, **prompt}
+            async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as response:
                 whole = await response.json()
-            raw = orjson.dumps({**body, "stream": True})
-            head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            writer.write(f"{head}Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
-            headers, _, data = (await reader.read()).partition(b"\r\n\r\n")
-            writer.close()
-    assert (b"Transfer-Encoding: chunked" in headers) == (version == "1.1")
-    *chunks, done = parse_events(unchunked(data) if version == "1.1" else data)
+            for version in ("1.0", "1.1"):
+                reader, writer = await send(url, path, {**body, "stream": True}, version)
+                headers, _, data = (await reader.read()).partition(b"\r\n\r\n")
+                writer.close()
+                assert (b"Transfer-Encoding: chunked" in headers) == (version == "1.1")
+                check_stream(unchunked(data) if version == "1.1" else data, whole)
+
+
+def check_stream(data, whole):
+    """Check that the choices of a stream equal those of the whole response."""
+    *chunks, done = parse_events(data)
     assert done == "[DONE]"
     for expected in whole["choices"]:
         mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == expected["index"]]
@@ -155,183 +118,136 @@ def unchunked(data):
         body, data = body + data[:count], data[count + 2 :]
 
 
-@pytest.mark.parametrize(("timeout", "hurried"), [("0.2", False), ("170", True)])
-async def test_sigterm_drains_and_exits_with_0(directory, timeout, hurried):
-    # An endless answer: the drain's timeout or a second signal ends the stream with an error event.
-    flags = ("--drain-timeout", timeout)
-    with FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT):
-        async with running(directory, *flags) as (process, url), aiohttp.ClientSession() as session:
-            await ready(session, url)
-            body = {"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS, "stream": True}
-            async with session.post(url + "/v1/completions", json=body) as response:
-                first = await response.content.readuntil(b"\n\n")
-                ending = asyncio.create_task(process.end())
-                if hurried:
-                    await ready(session, url, 503)
-                    async with session.post(url + "/v1/completions", json=body) as refused:
-                        assert refused.status == 503 and refused.headers["Connection"] == "close"
-                    process.popen.terminate()
-                *chunks, error, done = parse_events(first + await response.content.read())
-            assert done == "[DONE]" and "shutting down" in error["error"]["message"] and chunks
-            assert await ending == 0
+async def test_a_second_sigterm_ends_the_drain(directory):
+    with (
+        FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT),
+        GatewayProcess(directory, "--drain-timeout", "170") as process,
+    ):
+        url, body = process.await_ready(), {**ENDLESS, "stream": True}
+        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as response:
+            first = await response.content.readuntil(b"\n\n")
+            process.popen.terminate()
+            process.await_ready(503)
+            async with session.post(url + "/v1/completions", json=body) as refused:
+                assert refused.status == 503 and refused.headers["Connection"] == "close"
+            process.popen.terminate()
+            *chunks, error, done = parse_events(first + await response.content.read())
+        assert done == "[DONE]" and "shutting down" in error["error"]["message"] and chunks
+        assert process.wait() == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_noticed_on_the_production_loop(directory, stream):
+async def test_a_disconnected_client_is_noticed_on_the_production_loop(directory):
     # 75: with uvloop, up to the Cancel that the worker receives.
-    with FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT) as worker:
-        async with running(directory) as (process, url), aiohttp.ClientSession() as session:
-            await ready(session, url)
-            raw = json.dumps({"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS, "stream": stream}).encode()
-            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    with (
+        FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT) as worker,
+        GatewayProcess(directory) as process,
+    ):
+        url = process.await_ready()
+        for number, stream in enumerate((False, True), 1):
+            _, writer = await send(url, "/v1/completions", {**ENDLESS, "stream": stream})
             await until(lambda: worker.num_running == 1)
             writer.close()
             await until(lambda: worker.num_running == 0)
-            assert len(worker.cancels()) == 1
-            assert await process.end() == 0
+            assert len(worker.cancels()) == number
 
 
-async def test_sigterm_when_idle_ends_at_once(directory):
-    async with running(directory, "--drain-timeout", "60") as (process, _):
-        assert await process.end(signal.SIGINT) == 0
-
-
-async def test_the_end_of_the_supervisor_ends_the_gateway(directory):
-    reading, writing = os.pipe()
-    os.set_inheritable(reading, True)
-    process = Process(directory, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading))
-    try:
-        os.close(reading)
-        await process.url()
-        with pytest.raises(subprocess.TimeoutExpired):
-            await asyncio.to_thread(process.popen.wait, 0.5)
-        os.close(writing)
-        assert await asyncio.to_thread(process.popen.wait, PATIENCE_SECONDS) == 0
-    finally:
-        process.kill()
-
-
-REFUSED = [
-    ({"bundle": Bundle(bundle_hash="broken", tokenizer_json=b"{}")}, "the tokenizer cannot be parsed"),
-    ({"tool_call_parser": "nonsense"}, "--tool-call-parser is 'nonsense'"),
-    ({"model_names": ()}, "its facts are invalid"),
-]
+REFUSED = [({"bundle": BROKEN}, "the tokenizer cannot be parsed"), ({"model_names": ()}, "its facts are invalid")]
 
 
 @pytest.mark.parametrize(("worker", "words"), REFUSED)
-async def test_a_model_that_is_refused_ends_what_serve_began(directory, worker, words):
-    reading, writing = os.pipe()
-    os.set_inheritable(reading, True)
-    process = Process(directory, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading))
-    os.close(reading)
-    try:
-        with FakeWorker(directory, **worker):
-            assert await asyncio.to_thread(process.popen.wait, PATIENCE_SECONDS) == EXIT_REFUSED
-        output = process.log.read_text()
-        assert f"pelton gateway: the model cannot be served: {words}" in output and "Traceback" not in output
-    finally:
-        process.kill()
-        os.close(writing)
+def test_a_refused_model_ends_a_supervised_gateway(directory, worker, words):
+    with supervised(directory) as (process, _), FakeWorker(directory, **worker):
+        assert process.wait() == EXIT_REFUSED
+        assert f"pelton gateway: the model cannot be served: {words}" in process.log()
+        assert "Traceback" not in process.log()
 
 
-@pytest.mark.parametrize(("worker", "words"), REFUSED)
-async def test_a_gateway_by_itself_waits_for_other_workers(directory, worker, words):
-    async with running(directory) as (process, url), aiohttp.ClientSession() as session:
-        with FakeWorker(directory, **worker):
-            await process.says(words)
-            await ready(session, url, 503)
+async def test_a_standalone_gateway_waits_for_other_workers(directory):
+    with GatewayProcess(directory) as process:
+        for worker, words in REFUSED:
+            with FakeWorker(directory, **worker):
+                await until(lambda words=words: words in process.log())
+                process.await_ready(503)
         with FakeWorker(directory, index=1):
-            await ready(session, url)
-        assert await process.end() == 0
+            process.await_ready()
+        assert process.end(signal.SIGINT) == 0
 
 
-async def test_a_refused_worker_ends_no_gateway_that_has_another(directory):
-    reading, writing = os.pipe()
-    os.set_inheritable(reading, True)
-    with FakeWorker(directory):
-        async with running(directory, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading)) as (process, url):
-            os.close(reading)
-            async with aiohttp.ClientSession() as session:
-                await ready(session, url)
-                with FakeWorker(directory, index=1, bundle=Bundle(bundle_hash="broken", tokenizer_json=b"{}")):
-                    await process.says("bundle_not_usable")
-                await ready(session, url)
-            os.close(writing)
-            assert await asyncio.to_thread(process.popen.wait, PATIENCE_SECONDS) == 0
+async def test_a_gateway_outlives_a_refused_worker_and_ends_with_its_supervisor(directory):
+    with FakeWorker(directory), supervised(directory) as (process, pipe):
+        process.await_ready()
+        with FakeWorker(directory, index=1, bundle=BROKEN):
+            await until(lambda: "bundle_not_usable" in process.log())
+        process.await_ready()
+        pipe.close()
+        assert process.wait() == 0
 
 
-async def test_ready_and_watchdog_notifications(directory, tmp_path):
+def test_ready_and_watchdog_notifications(directory, tmp_path):
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(path))
         receiver.settimeout(PATIENCE_SECONDS)
-        async with running(directory, NOTIFY_SOCKET=str(path), WATCHDOG_USEC="200000") as (process, _):
+        with GatewayProcess(directory, NOTIFY_SOCKET=str(path), WATCHDOG_USEC="200000") as process:
             seen: set[str] = set()
             while not {"READY=1", "WATCHDOG=1"} <= seen:
-                seen |= set((await asyncio.to_thread(receiver.recv, 4096)).decode().split("\n"))
+                seen |= set(receiver.recv(4096).decode().split("\n"))
             process.popen.terminate()
             while "STOPPING=1" not in seen:
-                seen |= set((await asyncio.to_thread(receiver.recv, 4096)).decode().split("\n"))
+                seen |= set(receiver.recv(4096).decode().split("\n"))
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--api-key-file", "/nonexistent"], "--api-key-file"),
-        (["--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
-        (["--no-such-flag"], "no-such-flag"),
-        (["--api-key", "with space"], "API key"),
-        (["--port", "BUSY"], "is in use"),
-        (["--gateway-processes", "2"], "--port 0 cannot be combined with --gateway-processes"),
-        (
-            ["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"],
-            "--gateway-index is 2; it must be below",
-        ),
-    ],
-)
-def test_configuration_that_cannot_be_used(directory, args, words):
+STARTS = """
+import json, sys
+from gateway.__main__ import main
+for arguments in json.load(sys.stdin):
+    print(json.dumps(arguments), main(arguments), file=sys.stderr, flush=True)
+"""
+
+
+def test_unusable_configuration(directory):
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
-        args = [str(busy.getsockname()[1]) if arg == "BUSY" else arg for arg in args]
-        port = [] if "--port" in args else ["--port", "0"]
-        done = subprocess.run(
-            [sys.executable, "-m", "gateway", *port, "--runtime-dir", str(directory), *args],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-            check=False,
-        )
-    assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
-    assert "with space" not in done.stderr
+        cases = [
+            (["--api-key-file", "/nonexistent"], "--api-key-file"),
+            (["--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
+            (["--no-such-flag"], "no-such-flag"),
+            (["--api-key", "with space"], "API key"),
+            (["--port", str(busy.getsockname()[1])], "is in use"),
+            (["--gateway-processes", "2"], "--port 0 cannot be combined with --gateway-processes"),
+            (["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"], "is 2; it must be below"),
+        ]
+        started = [["--port", "0", "--runtime-dir", str(directory), *arguments] for arguments, _ in cases]
+        command = [sys.executable, "-c", STARTS]
+        options = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, "check": True}
+        output = subprocess.run(command, input=json.dumps(started), **options).stderr
+    assert "Traceback" not in output
+    for arguments, (_, words) in zip(started, cases, strict=True):
+        reason, _, output = output.partition(json.dumps(arguments))
+        assert words in reason and output.startswith(" 1\n") and "with space" not in reason
 
 
 async def test_keys_by_file_and_environment(directory, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# who\nsk-one name=alice\n\nsk-two name=root scope=admin\n")
-    env = {"PELTON_API_KEY": "sk-three"}
-    async with (
-        running(directory, "--api-key-file", str(keys), **env) as (process, url),
-        aiohttp.ClientSession() as session,
-    ):
-        for key, status in (("sk-one", 200), ("sk-two", 200), ("sk-three", 200), ("sk-four", 401)):
-            async with session.get(url + "/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
-                assert response.status == status
-        # With keys any Host header is allowed.
-        async with session.get(url + "/health", headers={"Host": "pelton.example"}) as response:
-            assert response.status == 200 and json.loads(await response.read()) == {"status": "ok"}
-        assert await process.end() == 0
-        assert "sk-" not in process.log.read_text()
+    with GatewayProcess(directory, "--api-key-file", str(keys), PELTON_API_KEY="sk-three") as process:
+        async with aiohttp.ClientSession(process.url) as session:
+            for key, status in (("sk-one", 200), ("sk-two", 200), ("sk-three", 200), ("sk-four", 401)):
+                async with session.get("/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
+                    assert response.status == status
+            # With keys any Host header is allowed.
+            async with session.get("/health", headers={"Host": "pelton.example"}) as response:
+                assert response.status == 200 and await response.json() == {"status": "ok"}
+        assert process.end() == 0
+        assert "sk-" not in process.log()
 
 
-async def test_two_gateways_of_one_index_do_not_share_a_port(directory):
+def test_two_gateways_of_one_index_do_not_share_a_port(directory):
     with shared_port() as port:
         flags = ("--gateway-processes", "2", "--port", str(port))
-        async with running(directory, *flags):
-            command = [sys.executable, "-m", "gateway", "--runtime-dir", str(directory), *flags]
-            options = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, "check": False}
-            done = await asyncio.to_thread(functools.partial(subprocess.run, command, **options))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "a gateway with --gateway-index 0 is already running" in done.stderr
+        with GatewayProcess(directory, *flags) as first:
+            assert first.url
+            with GatewayProcess(directory, *flags) as second:
+                assert second.wait() == 1 and "Traceback" not in second.log()
+                assert "a gateway with --gateway-index 0 is already running" in second.log()

@@ -7,7 +7,6 @@ import gc
 import hashlib
 import itertools
 import logging
-import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,13 +24,12 @@ from gateway.server import HttpProtocol
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from shared.errors import RateLimitError, UnavailableError
-from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import until
 from tests.fakes.growth import expect_nothing_kept, held, kept
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
-from tests.integration.test_http_process import ready
-from tests.integration.test_http_process import running as process_of
+from tests.fakes.prepared_server import GatewayProcess
 from tests.integration.test_http_responses import ask, background, create
 from tests.integration.test_http_resumable import first_events, parsed, resume, text_of
 
@@ -113,24 +111,38 @@ def quiet():
     structlog.reset_defaults()
 
 
+async def failed_and_read_again(gateway: Gateway, _: int) -> None:
+    gate = asyncio.Event()
+    made = await background(gateway, gate, UnavailableError("None."))
+    gate.set()
+    for _ in range(2):
+        status, body, _ = await gateway.get(f"/v1/responses/{made}?stream=true")
+        assert status == 200 and b"event: response.failed" in body
+
+
+ACTS = (
+    stored, continued, in_the_background, deleted_while_it_runs, cancelled, refused, left, left_for_good,
+    failed_and_read_again,
+)  # fmt: skip
+
+
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(
-    "act", [stored, continued, in_the_background, deleted_while_it_runs, cancelled, refused, left, left_for_good]
-)
-async def test_nothing_is_kept_of_what_is_over(act, monkeypatch):
+async def test_ended_requests_leave_no_objects(monkeypatch):
     monkeypatch.setattr(gateway.stores.streams, "_SLACK", 0)
     async with small_gateway() as running:
 
         async def some(count: int) -> None:
             for number in range(count):
-                await act(running, number)
+                for act in ACTS:
+                    running.generator.script = spell("Hello")
+                    await act(running, number)
             await until(lambda: not running.generator.live and not running.drain.num_in_flight)
             await asyncio.sleep(0.1)  # the grace period and closing connections
             running.generator.generations.clear()
             running.models.entry.pipeline.messages.clear()
             running.models.entry.pipeline.template_kwargs.clear()
 
-        await some(140)  # the client keeps the last 128 URLs
+        await some(40)  # The stores are then full, and the client has its maximum of URLs.
         before, tasks = held(), len(asyncio.all_tasks())
         await some(100)
         for _ in range(100):
@@ -165,46 +177,15 @@ async def test_a_refused_background_response_says_so_at_once_and_pushes_nothing_
         assert (len(responses), len(streams), gateway.drain.num_in_flight) == (1, 0, 0)
 
 
-@pytest.mark.usefixtures("quiet")
-async def test_asking_again_and_again_for_a_stream_that_failed_keeps_nothing():
-    streams = StreamStore(max_bytes=1 << 20, grace=60.0)
-    async with run_gateway(streams=streams) as gateway:
-        gate = asyncio.Event()
-        made = await background(gateway, gate, UnavailableError("None."))
-        gate.set()
-        assert await gateway.generations_left() == 0
-
-        async def some(count: int) -> None:
-            for _ in range(count):
-                status, body, _ = await gateway.get(f"/v1/responses/{made}?stream=true")
-                assert status == 200 and b"event: response.failed" in body
-
-        await some(50)
-        before = held()
-        await some(100)
-        expect_nothing_kept(before, held(), most=70)
-        assert len(streams) == 1
-
-
-@pytest.fixture
-def many_files():
-    """Raise the limit of open files, which is often a thousand."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.usefixtures("many_files")
-async def test_a_thousand_readers_of_one_stream_get_all_of_it():
+async def test_many_readers_of_one_stream_get_all_of_it():
     gate = asyncio.Event()
     steps = [TextDelta(0, "a", [1]), gate, TextDelta(0, "b", [1]), TextDelta(0, "", [], finish_reason="stop")]
-    async with run_gateway(FakeGenerator(lambda _: list(steps)), max_requests=2000) as gateway:
+    async with run_gateway(FakeGenerator(lambda _: list(steps)), max_requests=500) as gateway:
         identifier, seen = await first_events(gateway, 2)
         head = f"GET /v1/streams/{identifier} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nLast-Event-ID: "
         readers: list[asyncio.Task[bytes]] = []
         # A few at a time, so that none waits for its connection.
-        for first in range(0, 1000, 100):
+        for first in range(0, 200, 100):
             requests = [f"{head}{index % 3}\r\n\r\n".encode() for index in range(first, first + 100)]
             readers += [asyncio.create_task(gateway.raw(request, timeout=150)) for request in requests]
             while gateway.drain.num_in_flight <= len(readers):
@@ -301,17 +282,13 @@ async def test_background_responses_are_bounded_as_others_are():
 async def test_a_process_ends_in_time_with_responses_in_the_background(tmp_path):
     directory = tmp_path / "r"
     directory.mkdir(mode=0o700)
-    with FakeWorker(directory, delay=60.0):
-        async with (
-            process_of(directory, "--drain-timeout", "0.2") as (process, url),
-            aiohttp.ClientSession() as session,
-        ):
-            await ready(session, url)
-            body = {"model": "fake", "input": "hi", "background": True}
+    with FakeWorker(directory, delay=60.0), GatewayProcess(directory, "--drain-timeout", "0.2") as process:
+        async with aiohttp.ClientSession(process.await_ready()) as session:
             for _ in range(3):
-                async with session.post(url + "/v1/responses", json=body) as response:
+                body = {"model": "fake", "input": "hi", "background": True}
+                async with session.post("/v1/responses", json=body) as response:
                     assert response.status == 200
-            assert await process.end() == 0
+            assert process.end() == 0
 
 
 async def test_a_shutdown_ends_what_runs_in_the_background(gateway):
