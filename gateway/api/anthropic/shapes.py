@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from gateway.api.common.envelope import Envelope, Tally
@@ -20,42 +19,16 @@ INVALID_INPUT = "INVALID_JSON"
 """Key of a call's arguments in a complete message if they are not a JSON object. Anthropic uses it, too."""
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _COMMENT = b": keep-alive\n\n"
-_DELTAS = {THINKING: ("thinking_delta", "thinking"), TOOL_USE: ("input_json_delta", "partial_json")}
+_DELTAS = {
+    TEXT: ("text_delta", "text"),
+    THINKING: ("thinking_delta", "thinking"),
+    TOOL_USE: ("input_json_delta", "partial_json"),
+}
+"""Type of the delta of each kind of block, and the name of its text."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStarted:
-    """Start of an empty block."""
-
-    index: int
-    block: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockExtended:
-    """Piece of a block's text, thinking, or input (as JSON text)."""
-
-    index: int
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEnded:
-    """End of a block.
-
-    Attributes:
-        index: Index of the block.
-        signature: Signature of a thinking block, else None. Clients drop thinking without a signature. It
-            authenticates nothing: for visible thinking it is a digest, which is not checked when the client sends it
-            back; for hidden thinking it contains the thinking.
-    """
-
-    index: int
-    signature: str | None
-
-
-BlockEvent = BlockStarted | BlockExtended | BlockEnded
+Event = dict[str, Any]
+"""Event of a content block, as a stream shows it."""
 
 
 class BlockFeed:
@@ -84,7 +57,7 @@ class BlockFeed:
         """Index of the open block if it is a text block, else None."""
         return self._next - 1 if self._kind == TEXT else None
 
-    def add(self, delta: TextDelta) -> Iterator[BlockEvent]:
+    def add(self, delta: TextDelta) -> Iterator[Event]:
         """Yield the block events for a delta."""
         if delta.reasoning:
             if self._kind != THINKING:
@@ -92,7 +65,7 @@ class BlockFeed:
                 self._digest, self._hidden = hashlib.sha256(), []
             if self._shows_thinking:
                 self._digest.update(delta.reasoning.encode("utf-8", "replace"))
-                yield BlockExtended(self._next - 1, THINKING, delta.reasoning)
+                yield self._extended(delta.reasoning)
             else:
                 self._hidden.append(delta.reasoning)
         if delta.text:
@@ -102,65 +75,67 @@ class BlockFeed:
                 block = {"type": TOOL_USE, "id": _tool_use_id(call.id), "name": call.name, "input": {}}
                 yield from self._open(TOOL_USE, block)
             if call.arguments:
-                yield BlockExtended(self._next - 1, TOOL_USE, call.arguments)
+                yield self._extended(call.arguments)
 
-    def close(self) -> Iterator[BlockEvent]:
+    def close(self) -> Iterator[Event]:
         """Yield the end of the open block, if there is one."""
         self._held = ""
         if self._kind is not None:
-            signature = self._signature() if self._kind == THINKING else None
+            if self._kind == THINKING:
+                # Clients drop thinking without a signature. It authenticates nothing: for visible thinking it is a
+                # digest, which is not checked when the client sends it back; for hidden thinking it contains the
+                # thinking.
+                yield self._delta({"type": "signature_delta", "signature": self._signature()})
             self._kind = None
-            yield BlockEnded(self._next - 1, signature)
+            yield {"type": "content_block_stop", "index": self._next - 1}
 
     def _signature(self) -> str:
         if self._shows_thinking:
             return base64.b64encode(self._digest.digest()).decode()
         return packed_reasoning("".join(self._hidden))
 
-    def _add_text(self, text: str) -> Iterator[BlockEvent]:
+    def _add_text(self, text: str) -> Iterator[Event]:
         if self._kind != TEXT:
             text = self._held + text
             if text.isspace():
                 self._held = text
                 return
             yield from self._open(TEXT, {"type": TEXT, "text": ""})
-        yield BlockExtended(self._next - 1, TEXT, text)
+        yield self._extended(text)
 
-    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[BlockEvent]:
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
         yield from self.close()
         self._kind = kind
         self._next += 1
-        yield BlockStarted(self._next - 1, block)
+        yield {"type": "content_block_start", "index": self._next - 1, "content_block": block}
+
+    def _extended(self, text: str) -> Event:
+        kind, name = _DELTAS[self._kind or TEXT]
+        return self._delta({"type": kind, name: text})
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._next - 1, "delta": delta}
 
 
-class BlockBuilder:
-    """Collector of block events into complete blocks."""
-
-    __slots__ = ("_blocks", "_pieces")
-
-    def __init__(self) -> None:
-        self._blocks: list[dict[str, Any]] = []
-        self._pieces: list[list[str]] = []
-
-    def add(self, event: BlockEvent) -> None:
-        """Add the next event."""
-        if isinstance(event, BlockStarted):
-            self._blocks.append(event.block)
-            self._pieces.append([])
-        elif isinstance(event, BlockExtended):
-            self._pieces[event.index].append(event.text)
-        elif event.signature is not None:
-            self._blocks[event.index]["signature"] = event.signature
-
-    def content(self) -> list[dict[str, Any]]:
-        """Return all blocks."""
-        for block, pieces in zip(self._blocks, self._pieces, strict=True):
-            text = "".join(pieces)
+def complete_blocks(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return the blocks that a complete sequence of events describes."""
+    blocks: list[dict[str, Any]] = []
+    pieces: list[str] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"])
+            pieces = []
+        elif event["type"] == "content_block_stop":
+            block, text = blocks[-1], "".join(pieces)
             if block["type"] == TOOL_USE:
                 block["input"] = _parse_arguments(text)
             else:
                 block[block["type"]] = text
-        return self._blocks
+        elif event["delta"]["type"] == "signature_delta":
+            blocks[-1]["signature"] = event["delta"]["signature"]
+        else:
+            pieces.append(event["delta"][_DELTAS[blocks[-1]["type"]][1]])
+    return blocks
 
 
 def _tool_use_id(call_id: str | None) -> str:
@@ -238,15 +213,13 @@ async def whole_message(
     envelope: Envelope, events: AsyncIterator[tuple[int, int, TextDelta]], tally: Tally, ending: Ending, feed: BlockFeed
 ) -> dict[str, Any]:
     """Collect all events into a message."""
-    builder = BlockBuilder()
+    block_events: list[Event] = []
     async for _, _, delta in events:
-        for event in feed.add(delta):
-            builder.add(event)
+        block_events += feed.add(delta)
         if delta.finish_reason is not None:
             ending.set_reason(delta)
-    for event in feed.close():
-        builder.add(event)
-    return message(envelope, builder.content(), ending, tally)
+    block_events += feed.close()
+    return message(envelope, complete_blocks(block_events), ending, tally)
 
 
 class MessageEvents:
@@ -271,7 +244,7 @@ class MessageEvents:
         if self._text_head and delta.finish_reason is None and not (delta.reasoning or delta.tool_calls):
             return b"%b%b}}\n\n" % (self._text_head, dump_json(delta.text)) if delta.text else b""
         start = b"" if self._has_started else self._start()
-        events = b"".join([_event(event) for event in self._feed.add(delta)])
+        events = b"".join([_framed(event) for event in self._feed.add(delta)])
         index = self._feed.text_index
         self._text_head = b"" if index is None else _text_head(index)
         if delta.finish_reason is not None:
@@ -285,7 +258,7 @@ class MessageEvents:
 
     def end(self) -> bytes:
         """Return the events that end the last block and the message."""
-        events = b"".join([_event(event) for event in self._feed.close()])
+        events = b"".join([_framed(event) for event in self._feed.close()])
         delta = {"type": "message_delta", "delta": self._ending.fields(), "usage": usage(self._tally)}
         return events + _framed(delta) + _framed({"type": "message_stop"})
 
@@ -296,21 +269,6 @@ class MessageEvents:
     def keep_alive(self) -> bytes:
         """Return a ping once the message has started, else a comment."""
         return PING if self._has_started else _COMMENT
-
-
-def _event(event: BlockEvent) -> bytes:
-    if isinstance(event, BlockStarted):
-        return _framed({"type": "content_block_start", "index": event.index, "content_block": event.block})
-    if isinstance(event, BlockExtended):
-        if event.kind not in _DELTAS:
-            return b"%b%b}}\n\n" % (_text_head(event.index), dump_json(event.text))
-        kind, name = _DELTAS[event.kind]
-        return _framed({"type": "content_block_delta", "index": event.index, "delta": {"type": kind, name: event.text}})
-    stop = _framed({"type": "content_block_stop", "index": event.index})
-    if event.signature is None:
-        return stop
-    delta = {"type": "signature_delta", "signature": event.signature}
-    return _framed({"type": "content_block_delta", "index": event.index, "delta": delta}) + stop
 
 
 def _text_head(index: int) -> bytes:
