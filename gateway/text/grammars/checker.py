@@ -1,7 +1,7 @@
 """Trial compilation of grammars before their requests go to a worker.
 
-Grammars are compiled in separate processes (gateway.text.grammars.process), which are killed when a grammar takes too
-long and restarted when a grammar has killed them. Results, including those of bad grammars, are cached.
+Grammars are compiled in separate processes (gateway.text.grammars.process), which end when a grammar takes too long or
+too much memory, and are then started again. Results, including those of bad grammars, are cached.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import re
 import signal
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
@@ -27,8 +24,6 @@ from shared.log import get_logger
 from shared.messages import MAX_GRAMMAR
 
 NUM_PROCESSES = 2
-MAX_SECONDS = 1.5
-"""Time limit of one grammar."""
 MAX_SECONDS_OF_BUSY_MACHINE = 10.0
 """Time limit for a process that hardly gets processor time, which is not the grammar's fault."""
 MAX_SECONDS_TO_END = 5.0
@@ -40,8 +35,8 @@ killed by another process or for lack of memory. A grammar's own limits end the 
 MAX_WAITING = 256
 MAX_ROUNDS = 2000
 """Number of grammars that one process tries. A new process releases the memory that llguidance keeps."""
-CACHE_BYTES = 4 << 20
-_ENTRY_BYTES = 256
+MAX_REMEMBERED = 4096
+"""Number of grammars whose results are remembered."""
 _MAX_REASON = 300
 
 TOO_COMPLEX = "it is too complex"
@@ -63,19 +58,15 @@ class Vocabulary:
 
 
 class GrammarChecker:
-    """Checker of the grammars of one gateway process; `close` it at the end.
+    """Checker of the grammars of one gateway process; `close` it at the end."""
 
-    Args:
-        timeout: Seconds after which a grammar is refused as too complex.
-    """
-
-    def __init__(self, *, timeout: float = MAX_SECONDS, num_processes: int = NUM_PROCESSES) -> None:
-        self._timeout = timeout
+    def __init__(self, *, num_processes: int = NUM_PROCESSES) -> None:
         self._all = [_Process() for _ in range(num_processes)]
         self._idle: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
         for process in self._all:
             self._idle.put_nowait(process)
-        self._seen = _Seen(CACHE_BYTES)
+        # Results by digest of the grammar, least recently used first.
+        self._reasons: OrderedDict[bytes, str | None] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[str | None]] = {}
 
     async def start(self) -> None:
@@ -119,8 +110,10 @@ class GrammarChecker:
         special = vocabulary if vocabulary is not None and "<" in source else Vocabulary()
         job = Job(source, special.vocab_size, dict(special.special_ids))
         key = hashlib.sha256(msgspec.msgpack.encode(job)).digest()
-        known, reason = self._seen.get(key)
-        if not known:
+        if key in self._reasons:
+            self._reasons.move_to_end(key)
+            reason = self._reasons[key]
+        else:
             reason = await asyncio.shield(self._task(key, job))
         if reason is not None:
             raise _refusal(reason, param, with_place=with_place)
@@ -149,17 +142,20 @@ class GrammarChecker:
     async def _try(self, key: bytes, job: Job) -> str | None:
         process = await self._idle.get()
         try:
-            # A process may be killed for a reason that is not the grammar's fault; a second time is no accident.
-            answer = await process.ask(job, self._timeout) or await process.ask(job, self._timeout)
+            answer = await process.ask(job)
+            if answer is None and process.exit_code in _NOT_THE_GRAMMAR:
+                answer = await process.ask(job)  # a second time is no accident
         finally:
             self._idle.put_nowait(process)
         if answer is None and process.exit_code in _NOT_THE_GRAMMAR:
             log.error("grammar_process_ended", exit_code=process.exit_code)
             raise _unavailable()
         if answer is None:
-            log.warning("grammar_kills_process", size=len(job.source))
+            log.warning("grammar_kills_process", size=len(job.source), exit_code=process.exit_code)
         reason = TOO_COMPLEX if answer is None else answer.error and plain_reason(answer.error)
-        self._seen.put(key, reason)
+        self._reasons[key] = reason
+        if len(self._reasons) > MAX_REMEMBERED:
+            self._reasons.popitem(last=False)
         return reason
 
 
@@ -193,21 +189,15 @@ class _Process:
                 raise _unavailable() from None
         return self._process
 
-    async def ask(self, job: Job, timeout: float) -> Verdict | None:
-        """Return the verdict on a grammar, or None if the process died of it.
-
-        A process that takes too long is ended.
-        """
+    async def ask(self, job: Job) -> Verdict | None:
+        """Return the verdict on a grammar, or None if the process died of it."""
         process = await self.start()
         answer: Verdict | None = None
         try:
-            answer = await _exchange(process, msgspec.msgpack.encode(job), timeout)
+            answer = await _exchange(process, msgspec.msgpack.encode(job))
             if answer is None:
                 with contextlib.suppress(TimeoutError):  # its pipes close shortly before it ends
                     await asyncio.wait_for(process.wait(), MAX_SECONDS_TO_END)
-        except TimeoutError:
-            log.warning("grammar_takes_too_long", size=len(job.source))
-            return Verdict(TOO_COMPLEX)
         finally:
             self._rounds += 1
             if answer is None or self._rounds >= MAX_ROUNDS:
@@ -222,98 +212,50 @@ class _Process:
             self.exit_code = await process.wait()
 
 
-async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: float) -> Verdict | None:
+async def _exchange(process: asyncio.subprocess.Process, body: bytes) -> Verdict | None:
     """Exchange one message. Return None if the process died.
 
     Raises:
-        TimeoutError: The grammar takes too long.
-        UnavailableError: The machine is at fault.
+        UnavailableError: The machine is too busy.
     """
     source, sink = process.stdout, process.stdin
     if source is None or sink is None:
         raise InternalError("The process for grammars has no pipes.")
-
-    async def send_and_receive() -> Verdict:
-        sink.write(HEADER.pack(len(body)) + body)
-        await sink.drain()
-        (size,) = HEADER.unpack(await source.readexactly(HEADER.size))
-        return msgspec.msgpack.decode(await source.readexactly(size), type=Verdict)
-
-    began, spent = time.monotonic(), _cpu_seconds(process.pid)
-    exchange = asyncio.create_task(send_and_receive())
-    wait = timeout
     try:
-        while True:
-            done, _ = await asyncio.wait({exchange}, timeout=wait)
-            if done:
-                return exchange.result()
-            waited, used = time.monotonic() - began, _cpu_seconds(process.pid) - spent
-            if used > timeout / 2:
-                raise TimeoutError
-            if waited > MAX_SECONDS_OF_BUSY_MACHINE:
-                raise UnavailableError(
-                    "Grammars cannot be compiled now because the machine is busy. Try again later.", retry_after=5.0
-                )
-            wait = timeout / 8
+        async with asyncio.timeout(MAX_SECONDS_OF_BUSY_MACHINE):
+            sink.write(HEADER.pack(len(body)) + body)
+            await sink.drain()
+            (size,) = HEADER.unpack(await source.readexactly(HEADER.size))
+            return msgspec.msgpack.decode(await source.readexactly(size), type=Verdict)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    finally:
-        exchange.cancel()
-        await asyncio.gather(exchange, return_exceptions=True)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process so far; 0 if the system does not report it."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
-class _Seen:
-    """Least-recently-used cache of reasons by digest of the grammar, limited in bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._reasons: OrderedDict[bytes, str | None] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: bytes) -> tuple[bool, str | None]:
-        """Return whether the grammar is known, and its fault."""
-        if key not in self._reasons:
-            return False, None
-        self._reasons.move_to_end(key)
-        return True, self._reasons[key]
-
-    def put(self, key: bytes, reason: str | None) -> None:
-        if key not in self._reasons:
-            self._bytes += _size(reason)
-        self._reasons[key] = reason
-        while self._bytes > self._max_bytes:
-            _, dropped = self._reasons.popitem(last=False)
-            self._bytes -= _size(dropped)
-
-
-def _size(reason: str | None) -> int:
-    return _ENTRY_BYTES + 4 * len(reason or "")
+    except TimeoutError:
+        message = "Grammars cannot be compiled now because the machine is busy. Try again later."
+        raise UnavailableError(message, retry_after=5.0) from None
 
 
 _EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-_DEEP = ("too deeply", "recursion limit", "stack level")
-_COMPLEX = (
-    "panic",
-    "Too many items",
-    "too many expressions",
-    "Current row has",
-    "fuel",
-    "too big",
-    "schema too large",
-    "Unable to determine",
-    "TooComplex",
-)
-_EMPTY = ("NoExtension", "Regex is empty")
+_EMPTY = "no text satisfies it"
+_DEEP = "the nesting is too deep"
+_KNOWN = {
+    "NoExtension": _EMPTY,
+    "Regex is empty": _EMPTY,
+    "too deeply": _DEEP,
+    "recursion limit": _DEEP,
+    "stack level": _DEEP,
+    "panic": TOO_COMPLEX,
+    "Too many items": TOO_COMPLEX,
+    "too many expressions": TOO_COMPLEX,
+    "Current row has": TOO_COMPLEX,
+    "fuel": TOO_COMPLEX,
+    "too big": TOO_COMPLEX,
+    "schema too large": TOO_COMPLEX,
+    "Unable to determine": TOO_COMPLEX,
+    "TooComplex": TOO_COMPLEX,
+    "coerce_one_of": "the alternatives of oneOf must exclude each other; use anyOf for alternatives that overlap",
+}
+"""Reasons for clients by a part of llguidance's message."""
 
 
 def plain_reason(error: str) -> str:
@@ -324,20 +266,15 @@ def plain_reason(error: str) -> str:
     text = _EXCERPT.split(error.split("\n<state>")[0], maxsplit=1)[0]
     place = _PLACE.match(text)
     text = text[place.end() :] if place else text
-    if any(sign in text for sign in _EMPTY):
-        return "no text satisfies it"
+    known = next((reason for sign, reason in _KNOWN.items() if sign in text), None)
     if "regex parse error" in text:
         what = "the regular expression" if "(in regex)" in text else "a pattern"
         text = f"{what} is wrong: {text.rpartition('error: ')[2]}"
-    elif any(sign in text for sign in _DEEP):
-        text = "the nesting is too deep"
-    elif any(sign in text for sign in _COMPLEX):
-        text = TOO_COMPLEX
+    elif known is not None:
+        text = known
     else:
         text = text.removeprefix("failed to compile JSON schema: ").removeprefix("Unsatisfiable schema: ")
         text = text.replace("Unimplemented keys: ", "unsupported keywords: ")
-        if "coerce_one_of" in text:
-            text = "the alternatives of oneOf must exclude each other; use anyOf for alternatives that overlap"
         text = re.sub(
             r"^Resource '(.*)' is not present .*", r"\1 is not in the schema; external schemas are not fetched", text
         )

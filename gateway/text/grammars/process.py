@@ -15,11 +15,12 @@ import os
 import random
 import re
 import resource
+import signal
 import struct
 import sys
 import threading
 import time
-from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,11 +29,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 MAX_MEMORY = 640 << 20
 """Bytes of address space."""
-MAX_CPU_SECONDS = 10
-"""Processor time of one grammar.
-
-The gateway ends the process earlier; this limit is for a process whose gateway is gone.
-"""
+MAX_CPU_SECONDS = 1.5
+"""Processor time of one grammar. SIGPROF ends a process that takes longer."""
 STACK_SIZE = 1 << 21
 """Bytes of stack. A worker's threads have four times as much, so a grammar that passes here cannot overflow them."""
 NUM_STEPS = 128
@@ -40,7 +38,7 @@ NUM_STEPS = 128
 WALK_SECONDS = 0.25
 """Processor time for these steps."""
 MAX_TOKENIZERS = 4
-_NOT_ZERO = re.compile(rb"[^\0]")
+_ALLOWED = re.compile(rb"[^\0]")
 HEADER = struct.Struct("<I")
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Limits of a worker."""
@@ -93,78 +91,49 @@ class ByteVocabulary:
         return [self._id_of[value] for value in (text.encode() if isinstance(text, str) else text)]
 
 
-class _Judge:
-    def __init__(self) -> None:
-        self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
-
-    def judge(self, job: Job) -> Verdict:
-        """Compile a grammar and generate a short text that it allows."""
-        try:
-            return Verdict(self._try(job))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the grammar cannot be used
-            return Verdict(str(error) or type(error).__name__)
-
-    def _try(self, job: Job) -> str | None:
-        tokenizer = self._tokenizer(job)
-        matcher = LLMatcher(tokenizer, job.source, log_level=0, limits=_LIMITS)
-        chooser = random.Random(0)
-        began = time.process_time()
-        for step in range(NUM_STEPS):
-            if matcher.is_error():
-                return matcher.get_error() or "it cannot be used"
-            if matcher.is_stopped() and step:
-                return None
-            allowed = _set_bits(matcher.compute_bitmask())
-            if matcher.is_error() or not allowed:
-                return matcher.get_error() or "no text satisfies it"
-            longer = [token_id for token_id in allowed if token_id != tokenizer.eos_token]
-            if not longer:
-                return None
-            # Also if the mask took all the time: forced text, which llguidance then generates, may fail.
-            matcher.consume_token(chooser.choice(longer))
-            if matcher.is_error():
-                return matcher.get_error() or "it cannot be used"
-            if time.process_time() - began > WALK_SECONDS:
-                return None
-        return None
-
-    def _tokenizer(self, job: Job) -> LLTokenizer:
-        key = msgspec.msgpack.encode((job.vocab_size, job.special_ids))
-        tokenizer = self._tokenizers.get(key)
-        if tokenizer is None:
-            tokenizer = LLTokenizer(
-                TokenizerWrapper(ByteVocabulary(job.vocab_size, job.special_ids)), slices=LLTokenizer.json_slices()
-            )
-            self._tokenizers[key] = tokenizer
-            if len(self._tokenizers) > MAX_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
-        self._tokenizers.move_to_end(key)
-        return tokenizer
+def _judge(job: Job) -> Verdict:
+    """Compile a grammar and generate a short text that it allows."""
+    try:
+        return Verdict(_fault(job))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the grammar cannot be used
+        return Verdict(str(error) or type(error).__name__)
 
 
-def _set_bits(mask: bytes) -> list[int]:
-    return [
-        8 * found.start() + bit
-        for found in _NOT_ZERO.finditer(mask)
-        for bit in range(8)
-        if mask[found.start()] >> bit & 1
-    ]
+def _fault(job: Job) -> str | None:
+    tokenizer = _tokenizer(job.vocab_size, tuple(job.special_ids.items()))
+    matcher = LLMatcher(tokenizer, job.source, log_level=0, limits=_LIMITS)
+    chooser = random.Random(0)
+    began = time.process_time()
+    for step in range(NUM_STEPS):
+        if matcher.is_error():
+            return matcher.get_error() or "it cannot be used"
+        if matcher.is_stopped() and step:
+            return None
+        allowed = [found.start() for found in _ALLOWED.finditer(matcher.compute_logit_bias())]
+        if matcher.is_error() or not allowed:
+            return matcher.get_error() or "no text satisfies it"
+        longer = [token_id for token_id in allowed if token_id != tokenizer.eos_token]
+        if not longer:
+            return None
+        # Also if the mask took all the time: forced text, which llguidance then generates, may fail.
+        matcher.consume_token(chooser.choice(longer))
+        if time.process_time() - began > WALK_SECONDS:
+            break
+    return (matcher.get_error() or "it cannot be used") if matcher.is_error() else None
 
 
-def _limit_cpu() -> None:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    spent = int(usage.ru_utime + usage.ru_stime)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (spent + MAX_CPU_SECONDS, hard))
+@lru_cache(MAX_TOKENIZERS)
+def _tokenizer(vocab_size: int, special_ids: tuple[tuple[str, int], ...]) -> LLTokenizer:
+    vocabulary = ByteVocabulary(vocab_size, dict(special_ids))
+    return LLTokenizer(TokenizerWrapper(vocabulary), slices=LLTokenizer.json_slices())
 
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    judge = _Judge()
     decoder = msgspec.msgpack.Decoder(Job)
     while len(header := source.read(HEADER.size)) == HEADER.size:
         body = source.read(HEADER.unpack(header)[0])
-        _limit_cpu()
-        answer = msgspec.msgpack.encode(judge.judge(decoder.decode(body)))
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
+        answer = msgspec.msgpack.encode(_judge(decoder.decode(body)))
         sink.write(HEADER.pack(len(answer)) + answer)
         sink.flush()
 

@@ -34,9 +34,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sources: list[str] = []
     ask = module._Process.ask
 
-    async def counted(process, job, timeout):
+    async def counted(process, job):
         sources.append(job.source)
-        return await ask(process, job, timeout)
+        return await ask(process, job)
 
     monkeypatch.setattr(module._Process, "ask", counted)
     return sources
@@ -231,11 +231,11 @@ async def test_a_busy_machine_is_not_the_grammars_fault(checker, monkeypatch):
 
 
 async def test_cache_is_bounded(monkeypatch):
-    monkeypatch.setattr(module, "CACHE_BYTES", 10 * module._ENTRY_BYTES)
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 10)
     checker = GrammarChecker(num_processes=1)
     for number in range(40):
         await checker.check(f'start: "{number}"')
-        assert len(checker._seen._reasons) <= 10 and checker._seen._bytes <= 10 * module._ENTRY_BYTES
+        assert len(checker._reasons) <= 10
     await refusal(checker, "start: x")
     await checker.close()
 
