@@ -10,26 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared import notify
+from shared import messages, notify
 from shared.errors import InvalidRequestError, PeltonError, UnavailableError
 from shared.log import get_logger
-from shared.messages import (
-    PROTOCOL_VERSION,
-    Bundle,
-    BundleRequest,
-    Cancel,
-    Finish,
-    FinishReason,
-    GatewayMessage,
-    Hello,
-    Output,
-    Ping,
-    Pong,
-    Submit,
-    Welcome,
-    WorkerFacts,
-    WorkerStats,
-)
 from worker.executor.executor import Executor, StepHandle
 from worker.plan import StepPlan
 from worker.requests.request import SubmitLimits, validate_submit
@@ -77,8 +60,8 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         transport: Transport,
-        facts: WorkerFacts,
-        bundle: Bundle,
+        facts: messages.WorkerFacts,
+        bundle: messages.Bundle,
         *,
         check_executor: Callable[[], None] = lambda: None,
         use_idle_time: Callable[[], bool] = lambda: False,
@@ -163,36 +146,38 @@ class Engine:
             self._transport.wait(min(IDLE_WAIT_SECONDS, self._watchdog_interval or IDLE_WAIT_SECONDS))
         self._last_progress = self._clock()
 
-    def _on_message(self, identity: bytes, message: GatewayMessage | BrokenSubmit) -> None:
-        if isinstance(message, Hello):
+    def _on_message(self, identity: bytes, message: messages.GatewayMessage | BrokenSubmit) -> None:
+        if isinstance(message, messages.Hello):
             self._on_hello(identity, message)
         elif not self._transport.knows(identity):
             # Its lease expired, or it never sent a hello. It will miss its pongs and connect again.
             self.scheduler.counters.malformed_messages_total += 1
-        elif isinstance(message, Submit | BrokenSubmit):
+        elif isinstance(message, messages.Submit | BrokenSubmit):
             self._on_submit(identity, message)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, messages.Cancel):
             self.scheduler.abort(message.request_id, message.choice, identity)
-        elif isinstance(message, Ping):
-            self._transport.send(identity, Pong(epoch=self._transport.epoch, nonce=message.nonce, stats=self._stats()))
-        elif isinstance(message, BundleRequest) and message.bundle_hash == self._bundle.bundle_hash:
+        elif isinstance(message, messages.Ping):
+            self._transport.send(
+                identity, messages.Pong(epoch=self._transport.epoch, nonce=message.nonce, stats=self._stats())
+            )
+        elif isinstance(message, messages.BundleRequest) and message.bundle_hash == self._bundle.bundle_hash:
             self._transport.send(identity, self._bundle)
         else:
             self.scheduler.counters.malformed_messages_total += 1
 
-    def _on_hello(self, identity: bytes, message: Hello) -> None:
+    def _on_hello(self, identity: bytes, message: messages.Hello) -> None:
         self.scheduler.abort_owner(identity)
-        answer = Welcome(version=PROTOCOL_VERSION, epoch=self._transport.epoch, facts=self._facts)
-        if message.version == PROTOCOL_VERSION:
+        answer = messages.Welcome(version=messages.PROTOCOL_VERSION, epoch=self._transport.epoch, facts=self._facts)
+        if message.version == messages.PROTOCOL_VERSION:
             self._transport.welcome(identity, answer)
             return
         # The answer tells it the supported version. Its other messages cannot be understood.
         self.scheduler.counters.malformed_messages_total += 1
-        log.warning("protocol_version", theirs=message.version, ours=PROTOCOL_VERSION)
+        log.warning("protocol_version", theirs=message.version, ours=messages.PROTOCOL_VERSION)
         self._transport.forget(identity)
         self._transport.send(identity, answer)
 
-    def _on_submit(self, identity: bytes, message: Submit | BrokenSubmit) -> None:
+    def _on_submit(self, identity: bytes, message: messages.Submit | BrokenSubmit) -> None:
         choices = range(message.choice, message.choice + message.num_choices)
         if self.scheduler.is_live(message.request_id, choices, identity):
             # An answer with this id would end the stream that the id belongs to.
@@ -207,13 +192,15 @@ class Engine:
             self.scheduler.add(message, identity)
         except PeltonError as error:
             self.scheduler.counters.rejected_requests_total += 1
-            finish = Finish(FinishReason.ERROR, message=error.message, code=error.code or "invalid_request")
-            refusals = [(identity, Output(message.request_id, choice, [], finish)) for choice in choices]
+            finish = messages.Finish(
+                messages.FinishReason.ERROR, message=error.message, code=error.code or "invalid_request"
+            )
+            refusals = [(identity, messages.Output(message.request_id, choice, [], finish)) for choice in choices]
             self._transport.send_outputs(refusals)
 
-    def _stats(self) -> WorkerStats:
+    def _stats(self) -> messages.WorkerStats:
         scheduler = self.scheduler
-        return WorkerStats(
+        return messages.WorkerStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_waiting_tokens=scheduler.num_waiting_tokens(),

@@ -16,19 +16,9 @@ from typing import Annotated
 import msgspec
 import zmq
 
-from shared import sockets
+from shared import messages, sockets
 from shared.errors import WireError
 from shared.log import get_logger
-from shared.messages import (
-    MAX_CHOICES,
-    GatewayMessage,
-    Output,
-    RequestId,
-    Steps,
-    WorkerMessage,
-    decode_gateway_message,
-    encode_message,
-)
 from worker.stats import Counters
 
 LEASE_SECONDS = 10.0
@@ -49,9 +39,9 @@ _FLUSH_MS = 500
 class BrokenSubmit(msgspec.Struct, tag="submit", frozen=True):
     """Readable part of a Submit that violates a limit: enough to tell its gateway that it has ended."""
 
-    request_id: RequestId
-    choice: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHOICES)] = 0
-    num_choices: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+    request_id: messages.RequestId
+    choice: Annotated[int, msgspec.Meta(ge=0, lt=messages.MAX_CHOICES)] = 0
+    num_choices: Annotated[int, msgspec.Meta(ge=1, le=messages.MAX_CHOICES)] = 1
 
 
 _broken_submit_decoder = msgspec.msgpack.Decoder(BrokenSubmit)
@@ -130,9 +120,9 @@ class Transport:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
 
-    def receive(self) -> list[tuple[bytes, GatewayMessage | BrokenSubmit]]:
+    def receive(self) -> list[tuple[bytes, messages.GatewayMessage | BrokenSubmit]]:
         """Return received messages with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
-        messages: list[tuple[bytes, GatewayMessage | BrokenSubmit]] = []
+        received: list[tuple[bytes, messages.GatewayMessage | BrokenSubmit]] = []
         now = self._clock()
         for _ in range(MAX_MESSAGES_PER_PASS):
             frames = self._receive_frames()
@@ -140,14 +130,14 @@ class Transport:
                 break
             identity, payload = frames
             try:
-                messages.append((identity, _decode(payload)))
+                received.append((identity, _decode(payload)))
             except WireError:
                 self._counters.malformed_messages_total += 1
                 continue
             gateway = self._gateways.get(identity)
             if gateway is not None:
                 gateway.last_heard = now
-        return messages
+        return received
 
     def _receive_frames(self) -> tuple[bytes, bytes | None] | None:
         """Return identity and payload of the next message, the payload None unless it is one frame.
@@ -169,7 +159,7 @@ class Transport:
             payload = frame if num_frames == 1 else None
         return identity, payload
 
-    def welcome(self, identity: bytes, message: WorkerMessage) -> None:
+    def welcome(self, identity: bytes, message: messages.WorkerMessage) -> None:
         """Register a gateway, with step numbers from 1, and answer its Hello."""
         self.forget(identity)
         self._gateways[identity] = _Gateway(0, self._clock())
@@ -209,9 +199,9 @@ class Transport:
             self._counters.gateways_dropped_total += 1
             log.warning("gateway_dropped", gateway=identity.decode("utf-8", "replace"), reason=reason)
 
-    def send_outputs(self, outputs: list[tuple[bytes, Output]]) -> None:
+    def send_outputs(self, outputs: list[tuple[bytes, messages.Output]]) -> None:
         """Send one Steps message per gateway. Outputs for gateways that are gone are dropped."""
-        by_gateway: dict[bytes, list[Output]] = {}
+        by_gateway: dict[bytes, list[messages.Output]] = {}
         for identity, output in outputs:
             by_gateway.setdefault(identity, []).append(output)
         for identity, items in by_gateway.items():
@@ -219,24 +209,24 @@ class Transport:
             if gateway is None:
                 continue
             gateway.sequence += 1
-            self.send(identity, Steps(epoch=self.epoch, sequence=gateway.sequence, outputs=items))
+            self.send(identity, messages.Steps(epoch=self.epoch, sequence=gateway.sequence, outputs=items))
 
-    def send(self, identity: bytes, message: WorkerMessage) -> None:
+    def send(self, identity: bytes, message: messages.WorkerMessage) -> None:
         """Queue a message. A gateway whose queue is full or whose connection is gone is dropped."""
         if self._socket is None:
             return
         try:
-            self._socket.send_multipart([identity, encode_message(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, messages.encode_message(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._give_up(identity, zmq.strerror(error.errno or 0))
 
 
-def _decode(payload: bytes | None) -> GatewayMessage | BrokenSubmit:
+def _decode(payload: bytes | None) -> messages.GatewayMessage | BrokenSubmit:
     """Decode a message. Raises WireError if it cannot even be answered."""
     if payload is None:
         raise WireError("a message must have one frame")
     try:
-        return decode_gateway_message(payload)
+        return messages.decode_gateway_message(payload)
     except WireError as error:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError):
             return _broken_submit_decoder.decode(payload)
