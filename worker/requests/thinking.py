@@ -62,18 +62,11 @@ class ThinkingAutomaton:
 
 
 class _Finder:
-    """Search for a sequence of tokens in a stream (Knuth, Morris and Pratt 1977)."""
+    """Search for a sequence of tokens, at most 64, in a stream."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tuple(tokens)
         self.num_matched = 0
-        # For each length of a match, the longest shorter one that ends there too.
-        self._shorter = [0, 0]
-        for token in self._tokens[1:]:
-            length = self._shorter[-1]
-            while length and self._tokens[length] != token:
-                length = self._shorter[length]
-            self._shorter.append(length + (self._tokens[length] == token))
 
     @property
     def num_tokens(self) -> int:
@@ -85,12 +78,11 @@ class _Finder:
 
     def advance(self, token: int) -> bool:
         """Take a token; return True if the sequence ends with it. The search then starts again."""
-        if not self._tokens:
-            return False
-        while self.num_matched and self._tokens[self.num_matched] != token:
-            self.num_matched = self._shorter[self.num_matched]
-        self.num_matched += self._tokens[self.num_matched] == token
-        if self.num_matched < len(self._tokens):
+        tail = (*self._tokens[: self.num_matched], token)
+        # The longest beginning of the sequence with which the text ends.
+        lengths = range(min(len(tail), len(self._tokens)), 0, -1)
+        self.num_matched = next((n for n in lengths if tail[-n:] == self._tokens[:n]), 0)
+        if not self._tokens or self.num_matched < len(self._tokens):
             return False
         self.num_matched = 0
         return True
