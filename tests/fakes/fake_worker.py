@@ -100,6 +100,10 @@ def endless(_: Submit) -> list[int]:
     return _ENDLESS
 
 
+ENDLESS: dict[str, Any] = {"script": endless, **LONG_CONTEXT}
+"""Fields of a FakeWorker whose answers do not end."""
+
+
 def embedded(submit: Submit) -> bytes:
     """Return the default embedding."""
     return vector_of(submit.token_ids, submit.pooling)

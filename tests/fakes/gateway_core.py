@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from gateway.flow.routing import Router
 from gateway.text.pipeline import TextThreads
 from shared.metrics import GatewayMetrics
 from shared.sampling_params import SamplingParams
+from tests.fakes.fake_worker import FakeWorker
 
 FAST = Liveness(ping_interval=0.05, not_ready_after=1.5, lost_after=3.0)
 """Timeouts for workers that shall be lost through silence."""
@@ -75,6 +76,26 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
     finally:
         await registry.close()
         threads.close()
+
+
+async def joined(core: Core, workers: int = 1) -> None:
+    """Wait until the first model has this number of ready workers."""
+    await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers)
+
+
+@asynccontextmanager
+async def linked(
+    directory: Path, options: dict[str, Any] | None = None, **worker: Any
+) -> AsyncIterator[tuple[Core, FakeWorker]]:
+    """Run a core with these options and a FakeWorker with these fields, and wait until the worker has joined."""
+    with FakeWorker(directory, **worker) as running:
+        async with running_core(directory, **(options or {})) as core:
+            await joined(core)
+            yield core, running
+
+
+def ids_of(deltas: Iterable[TextDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
 async def until(condition: Callable[[], object], seconds: float = 40.0) -> None:

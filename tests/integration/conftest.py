@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,15 @@ async def gateway() -> AsyncIterator[Gateway]:
     async with run_gateway() as running:
         yield running
         assert await running.generations_left() == 0
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Return a runtime directory with a short path, because a socket's path must have fewer than 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="pelton-") as name:
+        path = Path(name) / "r"
+        path.mkdir(mode=0o700)
+        yield path
 
 
 @pytest.fixture(scope="session")

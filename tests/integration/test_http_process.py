@@ -18,7 +18,7 @@ import pytest
 
 from shared.errors import EXIT_REFUSED
 from shared.messages import Bundle
-from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, endless
+from tests.fakes.fake_worker import ENDLESS, MANY_TOKENS, FakeWorker
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import parse_events
 from tests.fakes.prepared_server import GatewayProcess
@@ -27,14 +27,7 @@ from tests.fakes.processes import shared_port
 MESSAGES = [{"role": "user", "content": "abc"}]
 PATIENCE_SECONDS = 50.0
 BROKEN = Bundle(bundle_hash="broken", tokenizer_json=b"{}")
-ENDLESS = {"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS}
-
-
-@pytest.fixture
-def directory(tmp_path):
-    path = tmp_path / "r"
-    path.mkdir(mode=0o700)
-    return path
+REQUEST = {"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS}
 
 
 @contextlib.contextmanager
@@ -120,10 +113,10 @@ def unchunked(data):
 
 async def test_a_second_sigterm_ends_the_drain(directory):
     with (
-        FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT),
+        FakeWorker(directory, delay=0.01, **ENDLESS),
         GatewayProcess(directory, "--drain-timeout", "170") as process,
     ):
-        url, body = process.await_ready(), {**ENDLESS, "stream": True}
+        url, body = process.await_ready(), {**REQUEST, "stream": True}
         async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as response:
             first = await response.content.readuntil(b"\n\n")
             process.popen.terminate()
@@ -139,12 +132,12 @@ async def test_a_second_sigterm_ends_the_drain(directory):
 async def test_a_disconnected_client_is_noticed_on_the_production_loop(directory):
     # 75: with uvloop, up to the Cancel that the worker receives.
     with (
-        FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT) as worker,
+        FakeWorker(directory, delay=0.01, **ENDLESS) as worker,
         GatewayProcess(directory) as process,
     ):
         url = process.await_ready()
         for number, stream in enumerate((False, True), 1):
-            _, writer = await send(url, "/v1/completions", {**ENDLESS, "stream": stream})
+            _, writer = await send(url, "/v1/completions", {**REQUEST, "stream": stream})
             await until(lambda: worker.num_running == 1)
             writer.close()
             await until(lambda: worker.num_running == 0)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,17 +18,11 @@ import pytest
 from gateway.cluster.client import Liveness
 from shared.errors import ModelNotFoundError, UnavailableError, WorkerLostError
 from shared.messages import PROTOCOL_VERSION, Bundle, Output, Steps, WorkerStats
-from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless
-from tests.fakes.gateway_core import FAST, Core, collect, make_request, running_core, until
+from tests.fakes.fake_worker import ENDLESS, MANY_TOKENS, FakeWorker, Misbehaviour
+from tests.fakes.gateway_core import FAST, collect, ids_of, joined, linked, make_request, running_core, until
 from tests.fakes.tokenizers import byte_level_json, make_bundle
 
 HELLO = [39, 68, 75, 75, 78]
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pelton-") as name:
-        yield Path(name)
 
 
 @contextmanager
@@ -41,10 +34,6 @@ def worker_process(directory: Path, *arguments: str) -> Iterator[subprocess.Pope
     finally:
         process.kill()
         process.wait()
-
-
-async def joined(core: Core, workers: int = 1) -> None:
-    await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers)
 
 
 async def test_kill_fails_its_streams_at_once_and_the_other_worker_goes_on(directory: Path) -> None:
@@ -87,25 +76,23 @@ async def test_not_yet_started_requests_move_to_another_worker(directory: Path) 
                 await asyncio.to_thread(victim.stop)
                 for generation in generations:
                     deltas = await collect(generation)
-                    assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+                    assert ids_of(deltas) == [*HELLO, 2]
                 assert len(other.submits()) == 6
 
 
 async def test_lost_before_output_without_another_worker(directory: Path) -> None:
-    with FakeWorker(directory, faults=Misbehaviour(skip_sequence=10**9), delay=1.0) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            generation = core.generator.submit(make_request(HELLO))
-            await until(lambda: worker.submits())
-            await asyncio.to_thread(worker.stop)
-            with pytest.raises(WorkerLostError):
-                await collect(generation)
-            # A known model without a worker is 503, an unknown model is 404.
-            with pytest.raises(UnavailableError):
-                core.registry.model("fake")
-            with pytest.raises(ModelNotFoundError):
-                core.registry.model("other")
-            assert core.registry.ready() == (False, "all workers are gone")
+    async with linked(directory, faults=Misbehaviour(skip_sequence=10**9), delay=1.0) as (core, worker):
+        generation = core.generator.submit(make_request(HELLO))
+        await until(lambda: worker.submits())
+        await asyncio.to_thread(worker.stop)
+        with pytest.raises(WorkerLostError):
+            await collect(generation)
+        # A known model without a worker is 503, an unknown model is 404.
+        with pytest.raises(UnavailableError):
+            core.registry.model("fake")
+        with pytest.raises(ModelNotFoundError):
+            core.registry.model("other")
+        assert core.registry.ready() == (False, "all workers are gone")
 
 
 async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: Path) -> None:
@@ -128,54 +115,48 @@ async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: 
             await joined(core)
             # Late messages do not reach a new stream.
             deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=7)))
-            assert sum(len(delta.token_ids) for delta in deltas) == 7
+            assert len(ids_of(deltas)) == 7
 
 
 async def test_short_silence_only_delays(directory: Path) -> None:
     liveness = Liveness(ping_interval=0.05, not_ready_after=1.0, lost_after=50.0)
-    with FakeWorker(directory, script=lambda _: [40] * 4000, delay=0.01) as worker:
-        async with running_core(directory, liveness=liveness) as core:
-            await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=4000)) as generation:
-                first = await anext(generation)
-                worker.faults.silent = True
-                await until(lambda: not core.registry.ready()[0])
-                worker.delay = 0.0
-                worker.faults.silent = False
-                deltas = [first] + [delta async for delta in generation]
-            assert sum(len(delta.token_ids) for delta in deltas) == 4000
-            await until(lambda: core.registry.ready()[0])
+    async with linked(directory, {"liveness": liveness}, script=lambda _: [40] * 4000, delay=0.01) as (core, worker):
+        async with core.generator.submit(make_request(HELLO, max_tokens=4000)) as generation:
+            first = await anext(generation)
+            worker.faults.silent = True
+            await until(lambda: not core.registry.ready()[0])
+            worker.delay = 0.0
+            worker.faults.silent = False
+            deltas = [first] + [delta async for delta in generation]
+        assert len(ids_of(deltas)) == 4000
+        await until(lambda: core.registry.ready()[0])
 
 
 async def test_an_engine_that_hangs_is_lost_though_its_socket_lives(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=3600) as worker:
-        async with running_core(directory, liveness=FAST) as core:
-            await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+    async with linked(directory, {"liveness": FAST}, **ENDLESS, delay=3600) as (core, worker):
+        async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+            await anext(generation)
+            worker.faults.no_pong = True
+            with pytest.raises(WorkerLostError):
                 await anext(generation)
-                worker.faults.no_pong = True
-                with pytest.raises(WorkerLostError):
-                    await anext(generation)
 
 
 async def test_restarted_worker_joins_and_late_tokens_find_nobody(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.01) as first:
-        async with running_core(directory) as core:
+    async with linked(directory, **ENDLESS, delay=0.01) as (core, first):
+        generation = core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS))
+        await anext(generation)
+        old_id = first.submits()[0].request_id
+        await asyncio.to_thread(first.stop)
+        with pytest.raises(WorkerLostError):
+            await collect(generation)
+        with FakeWorker(directory, epoch="00000002", delay=0.01) as second:
+            await until(lambda: core.registry.models() and core.registry.models()[0].workers[0].epoch == "00000002")
+            # After a late message of the first epoch the link is unreliable, so the worker joins again.
+            second.send(Steps(epoch="00000001", sequence=1, outputs=[Output(old_id, 0, [9, 9, 9])]))
+            await until(lambda: core.registry.counters().wrong_epoch == 1)
             await joined(core)
-            generation = core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS))
-            await anext(generation)
-            old_id = first.submits()[0].request_id
-            await asyncio.to_thread(first.stop)
-            with pytest.raises(WorkerLostError):
-                await collect(generation)
-            with FakeWorker(directory, epoch="00000002", delay=0.01) as second:
-                await until(lambda: core.registry.models() and core.registry.models()[0].workers[0].epoch == "00000002")
-                # After a late message of the first epoch the link is unreliable, so the worker joins again.
-                second.send(Steps(epoch="00000001", sequence=1, outputs=[Output(old_id, 0, [9, 9, 9])]))
-                await until(lambda: core.registry.counters().wrong_epoch == 1)
-                await joined(core)
-                deltas = await collect(core.generator.submit(make_request(HELLO)))
-                assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+            deltas = await collect(core.generator.submit(make_request(HELLO)))
+            assert ids_of(deltas) == [*HELLO, 2]
 
 
 async def test_sockets_without_a_worker_are_waited_for_and_dropped_when_removed(directory: Path) -> None:
@@ -225,14 +206,12 @@ async def test_a_bundle_is_fetched_once_and_a_bad_one_keeps_its_worker_out(direc
 async def test_another_model_under_a_taken_name_waits(directory: Path) -> None:
     template = "{{ messages[0].content }}"
     other = make_bundle(byte_level_json(), template)
-    with FakeWorker(directory, index=1, bundle=other, model_names=("second", "alias")):
-        async with running_core(directory) as core:
-            await joined(core)
-            with FakeWorker(directory, index=0, model_names=("fake", "alias")) as conflicting:
-                await until(lambda: conflicting.received)
-                await asyncio.sleep(0.2)
-                assert [entry.name for entry in core.registry.models()] == ["second"]
-                assert core.registry.model("alias").name == "second"
+    async with linked(directory, index=1, bundle=other, model_names=("second", "alias")) as (core, _):
+        with FakeWorker(directory, index=0, model_names=("fake", "alias")) as conflicting:
+            await until(lambda: conflicting.received)
+            await asyncio.sleep(0.2)
+            assert [entry.name for entry in core.registry.models()] == ["second"]
+            assert core.registry.model("alias").name == "second"
 
 
 async def test_stats_and_limits_of_workers_are_seen(directory: Path) -> None:
@@ -252,7 +231,7 @@ async def test_stats_and_limits_of_workers_are_seen(directory: Path) -> None:
 
 
 async def test_closing_fails_what_runs_and_leaves_no_descriptor(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.01):
+    with FakeWorker(directory, **ENDLESS, delay=0.01):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             async with running_core(directory) as core:

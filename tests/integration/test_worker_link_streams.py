@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,299 +19,253 @@ from shared.errors import (
 )
 from shared.messages import MAX_CHOICES, Output, Steps
 from shared.sampling_params import SamplingParams
-from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless
-from tests.fakes.gateway_core import Core, collect, make_request, running_core, text_of, until
+from tests.fakes.fake_worker import ENDLESS, LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless
+from tests.fakes.gateway_core import collect, ids_of, joined, linked, make_request, running_core, text_of, until
 
 HELLO = [39, 68, 75, 75, 78]
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    # Not tmp_path: a socket's path must have fewer than 108 bytes.
-    with tempfile.TemporaryDirectory(prefix="pelton-") as name:
-        yield Path(name)
-
-
-async def joined(core: Core, workers: int = 1) -> None:
-    await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers)
-
-
 async def test_one_request_from_text_to_text(directory: Path) -> None:
-    with FakeWorker(directory) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            entry = core.registry.model("fake")
-            ids = await entry.pipeline.encode("Grüße, 你好 🛑!")
-            deltas = await collect(core.generator.submit(make_request(ids, salt=b"s", tenant="t", priority=3)))
-            assert text_of(deltas) == "Grüße, 你好 🛑!"
-            assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop"]
-            assert [token_id for delta in deltas for token_id in delta.token_ids] == [*ids, 2]
-            assert deltas[0].num_cached_tokens == 0
-            submit = worker.submits()[0]
-            assert (submit.token_ids, submit.num_prompt_tokens, submit.salt) == (ids, len(ids), b"s")
-            assert (submit.tenant, submit.priority, submit.model) == ("t", 3, "fake")
-            assert worker.cancels() == []
-            assert core.admission.num_requests == core.admission.waiting_tokens == 0
-            assert core.registry.counters().wire_errors == 0
+    async with linked(directory) as (core, worker):
+        entry = core.registry.model("fake")
+        ids = await entry.pipeline.encode("Grüße, 你好 🛑!")
+        deltas = await collect(core.generator.submit(make_request(ids, salt=b"s", tenant="t", priority=3)))
+        assert text_of(deltas) == "Grüße, 你好 🛑!"
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop"]
+        assert ids_of(deltas) == [*ids, 2]
+        assert deltas[0].num_cached_tokens == 0
+        submit = worker.submits()[0]
+        assert (submit.token_ids, submit.num_prompt_tokens, submit.salt) == (ids, len(ids), b"s")
+        assert (submit.tenant, submit.priority, submit.model) == ("t", 3, "fake")
+        assert worker.cancels() == []
+        assert core.admission.num_requests == core.admission.waiting_tokens == 0
+        assert core.registry.counters().wire_errors == 0
 
 
 async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) -> None:
     script = [40] * 30
-    with FakeWorker(directory, script=lambda _: script, delay=0.001) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            await collect(core.generator.submit(make_request(HELLO, max_tokens=10, n=2)))
-            script[4] = 2
-            await collect(core.generator.submit(make_request(HELLO, max_tokens=10)))
-            # The answer cannot be complete before the client disconnects.
-            script[4] = 40
-            script *= 1000
-            worker.delay = 0.01
-            async with core.generator.submit(make_request(HELLO, max_tokens=4000)) as left:
-                await anext(left)
-            worker.delay = 0.001
-            with pytest.raises(ContextLengthError):
-                core.generator.submit(make_request(HELLO, max_tokens=10**6))
-            worker.faults.bad_token_id = 512
-            with pytest.raises(InternalError):
-                await collect(core.generator.submit(make_request(HELLO)))
-            outcomes = {
-                "length": core.sample("request_success_total", model_name="fake", finished_reason="length"),
-                "stop": core.sample("request_success_total", model_name="fake", finished_reason="stop"),
-                "abort": core.sample("request_failures_total", model_name="fake", reason="abort"),
-                "error": core.sample("request_failures_total", model_name="fake", reason="error"),
-                "lost": core.sample("request_failures_total", model_name="fake", reason="worker_lost"),
-            }
-            assert outcomes == {"length": 1, "stop": 1, "abort": 1, "error": 1, "lost": 0}
-            assert core.sample("requests_accepted_total", model_name="fake") == 4
-            assert core.sample("requests_rejected_total", code="context_length_exceeded") == 1
-            assert core.sample("time_to_first_token_seconds_count", model_name="fake") == 3
-            assert core.sample("inter_token_latency_seconds_count", model_name="fake") >= 9 + 9 + 4
-            assert core.sample("e2e_request_latency_seconds_count", model_name="fake") == 2
+    async with linked(directory, script=lambda _: script, delay=0.001) as (core, worker):
+        await collect(core.generator.submit(make_request(HELLO, max_tokens=10, n=2)))
+        script[4] = 2
+        await collect(core.generator.submit(make_request(HELLO, max_tokens=10)))
+        # The answer cannot be complete before the client disconnects.
+        script[4] = 40
+        script *= 1000
+        worker.delay = 0.01
+        async with core.generator.submit(make_request(HELLO, max_tokens=4000)) as left:
+            await anext(left)
+        worker.delay = 0.001
+        with pytest.raises(ContextLengthError):
+            core.generator.submit(make_request(HELLO, max_tokens=10**6))
+        worker.faults.bad_token_id = 512
+        with pytest.raises(InternalError):
+            await collect(core.generator.submit(make_request(HELLO)))
+        outcomes = {
+            "length": core.sample("request_success_total", model_name="fake", finished_reason="length"),
+            "stop": core.sample("request_success_total", model_name="fake", finished_reason="stop"),
+            "abort": core.sample("request_failures_total", model_name="fake", reason="abort"),
+            "error": core.sample("request_failures_total", model_name="fake", reason="error"),
+            "lost": core.sample("request_failures_total", model_name="fake", reason="worker_lost"),
+        }
+        assert outcomes == {"length": 1, "stop": 1, "abort": 1, "error": 1, "lost": 0}
+        assert core.sample("requests_accepted_total", model_name="fake") == 4
+        assert core.sample("requests_rejected_total", code="context_length_exceeded") == 1
+        assert core.sample("time_to_first_token_seconds_count", model_name="fake") == 3
+        assert core.sample("inter_token_latency_seconds_count", model_name="fake") >= 9 + 9 + 4
+        assert core.sample("e2e_request_latency_seconds_count", model_name="fake") == 2
 
 
 async def test_choices_end_once_each_and_length_is_told(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.001):
-        async with running_core(directory) as core:
-            await joined(core)
-            deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=9, n=3)))
-            for choice in range(3):
-                mine = [delta for delta in deltas if delta.choice == choice]
-                assert [delta.finish_reason for delta in mine if delta.finish_reason] == ["length"]
-                assert mine[-1].finish_reason == "length"
-                assert sum(len(delta.token_ids) for delta in mine) == 9
+    async with linked(directory, **ENDLESS, delay=0.001) as (core, _):
+        deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=9, n=3)))
+        for choice in range(3):
+            mine = [delta for delta in deltas if delta.choice == choice]
+            assert [delta.finish_reason for delta in mine if delta.finish_reason] == ["length"]
+            assert mine[-1].finish_reason == "length"
+            assert len(ids_of(mine)) == 9
 
 
 async def test_stop_string_cancels_the_worker(directory: Path) -> None:
-    with FakeWorker(directory, script=lambda _: [66, 67, *[65] * MANY_TOKENS], delay=0.002, **LONG_CONTEXT) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            entry = core.registry.model("fake")
-            before, first, second = (entry.pipeline.decode([token_id]) for token_id in (66, 67, 65))
-            request = make_request(HELLO, max_tokens=MANY_TOKENS, stop=(first + second,), n=2)
-            deltas = await collect(core.generator.submit(request))
-            for choice in range(2):
-                assert text_of(deltas, choice) == before
-            assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop", "stop"]
-            await until(lambda: worker.num_running == 0)
-            assert core.registry.counters().unknown_ids == 0
+    script = [66, 67, *[65] * MANY_TOKENS]
+    async with linked(directory, script=lambda _: script, delay=0.002, **LONG_CONTEXT) as (core, worker):
+        entry = core.registry.model("fake")
+        before, first, second = (entry.pipeline.decode([token_id]) for token_id in (66, 67, 65))
+        request = make_request(HELLO, max_tokens=MANY_TOKENS, stop=(first + second,), n=2)
+        deltas = await collect(core.generator.submit(request))
+        for choice in range(2):
+            assert text_of(deltas, choice) == before
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop", "stop"]
+        await until(lambda: worker.num_running == 0)
+        assert core.registry.counters().unknown_ids == 0
 
 
 async def test_leaving_cancels_what_is_left(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.002) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS, n=2)) as generation:
-                await anext(generation)
-                assert core.admission.num_requests == 1
-            assert core.admission.num_requests == core.admission.num_sequences == 0
-            await until(lambda: worker.num_running == 0)
-            assert len(worker.cancels()) == 1
+    async with linked(directory, **ENDLESS, delay=0.002) as (core, worker):
+        async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS, n=2)) as generation:
+            await anext(generation)
+            assert core.admission.num_requests == 1
+        assert core.admission.num_requests == core.admission.num_sequences == 0
+        await until(lambda: worker.num_running == 0)
+        assert len(worker.cancels()) == 1
 
-            # The same if the route is cancelled while it waits.
-            async def consume() -> None:
-                await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
+        # The same if the route is cancelled while it waits.
+        async def consume() -> None:
+            await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
 
-            task = asyncio.create_task(consume())
-            await until(lambda: worker.num_running == 1)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await until(lambda: worker.num_running == 0)
-            assert core.admission.num_requests == core.admission.waiting_tokens == 0
+        task = asyncio.create_task(consume())
+        await until(lambda: worker.num_running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: worker.num_running == 0)
+        assert core.admission.num_requests == core.admission.waiting_tokens == 0
 
 
 async def test_sequence_gap_fails_streams_and_the_link_goes_on(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.005) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            with pytest.raises(WorkerLostError):
-                async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
-                    await anext(generation)
-                    worker.faults.skip_sequence = 1
-                    async for _ in generation:
-                        pass
-            await until(lambda: worker.num_running == 0)
-            assert core.registry.counters().sequence_gaps == 1
-            deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
-            assert sum(len(delta.token_ids) for delta in deltas) == 5
+    async with linked(directory, **ENDLESS, delay=0.005) as (core, worker):
+        with pytest.raises(WorkerLostError):
+            async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
+                await anext(generation)
+                worker.faults.skip_sequence = 1
+                async for _ in generation:
+                    pass
+        await until(lambda: worker.num_running == 0)
+        assert core.registry.counters().sequence_gaps == 1
+        deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
+        assert len(ids_of(deltas)) == 5
 
 
 async def test_gap_before_any_output_is_repeated_unseen(directory: Path) -> None:
-    with FakeWorker(directory, delay=0.01) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            worker.faults.skip_sequence = 1
-            deltas = await collect(core.generator.submit(make_request(HELLO)))
-            assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
-            first, second = worker.submits()
-            assert first.request_id != second.request_id
-            assert first.token_ids == second.token_ids
+    async with linked(directory, delay=0.01) as (core, worker):
+        worker.faults.skip_sequence = 1
+        deltas = await collect(core.generator.submit(make_request(HELLO)))
+        assert ids_of(deltas) == [*HELLO, 2]
+        first, second = worker.submits()
+        assert first.request_id != second.request_id
+        assert first.token_ids == second.token_ids
 
 
 async def test_repeated_steps_are_dropped(directory: Path) -> None:
-    with FakeWorker(directory, faults=Misbehaviour(repeat_steps=True)):
-        async with running_core(directory) as core:
-            await joined(core)
-            deltas = await collect(core.generator.submit(make_request(HELLO)))
-            assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
-            await until(lambda: core.registry.counters().repeated >= len(HELLO))
+    async with linked(directory, faults=Misbehaviour(repeat_steps=True)) as (core, _):
+        deltas = await collect(core.generator.submit(make_request(HELLO)))
+        assert ids_of(deltas) == [*HELLO, 2]
+        await until(lambda: core.registry.counters().repeated >= len(HELLO))
 
 
 async def test_wrong_epoch_loses_the_worker_which_then_joins_anew(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.005) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            with pytest.raises(WorkerLostError):
-                async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
-                    await anext(generation)
-                    worker.faults.wrong_epoch = True
-                    async for _ in generation:
-                        pass
-            worker.faults.wrong_epoch = False
-            assert core.registry.counters().wrong_epoch >= 1
-            await joined(core)
-            await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
+    async with linked(directory, **ENDLESS, delay=0.005) as (core, worker):
+        with pytest.raises(WorkerLostError):
+            async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
+                await anext(generation)
+                worker.faults.wrong_epoch = True
+                async for _ in generation:
+                    pass
+        worker.faults.wrong_epoch = False
+        assert core.registry.counters().wrong_epoch >= 1
+        await joined(core)
+        await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
 
 
 @pytest.mark.parametrize("bad", [512, 2**30])
 async def test_token_ids_out_of_range_fail_the_request(directory: Path, bad: int) -> None:
-    with FakeWorker(directory, faults=Misbehaviour(bad_token_id=bad), delay=0.002) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            with pytest.raises(InternalError):
-                await collect(core.generator.submit(make_request(HELLO)))
-            await until(lambda: worker.num_running == 0)
+    async with linked(directory, faults=Misbehaviour(bad_token_id=bad), delay=0.002) as (core, worker):
+        with pytest.raises(InternalError):
+            await collect(core.generator.submit(make_request(HELLO)))
+        await until(lambda: worker.num_running == 0)
 
 
 async def test_missing_finish_is_a_failure(directory: Path) -> None:
     faults = Misbehaviour(no_finish=True, ignore_cancel=True)
-    with FakeWorker(directory, faults=faults, delay=0.001) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            with pytest.raises(InternalError):
-                await collect(core.generator.submit(make_request(HELLO, max_tokens=12)))
-            # Its later messages have no receiver and do no harm.
-            worker.faults.no_finish = False
-            await collect(core.generator.submit(make_request(HELLO)))
+    async with linked(directory, faults=faults, delay=0.001) as (core, worker):
+        with pytest.raises(InternalError):
+            await collect(core.generator.submit(make_request(HELLO, max_tokens=12)))
+        # Its later messages have no receiver and do no harm.
+        worker.faults.no_finish = False
+        await collect(core.generator.submit(make_request(HELLO)))
 
 
 async def test_logprobs_arrive_one_a_token(directory: Path) -> None:
-    with FakeWorker(directory):
-        async with running_core(directory) as core:
-            await joined(core)
-            request = make_request(HELLO, sampling=SamplingParams(max_tokens=20, logprobs=1))
-            deltas = await collect(core.generator.submit(request))
-            logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-            assert [entry.token_id for entry in logprobs] == [*HELLO, 2]
+    async with linked(directory) as (core, _):
+        request = make_request(HELLO, sampling=SamplingParams(max_tokens=20, logprobs=1))
+        deltas = await collect(core.generator.submit(request))
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+        assert [entry.token_id for entry in logprobs] == [*HELLO, 2]
 
 
 async def test_malformed_frames_are_counted_and_hurt_nobody(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.002) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            bad: list[list[bytes]] = [
-                [b""],
-                [b"\x80\x04\x95pickle"],
-                [b"\xdf\xff\xff\xff\xff"],
-                [b"\x91" * 10_000 + b"\xc0"],
-                [b"a", b"b"],
-                [b"x"] * 50,
-                [b"\x81\xa4type\xa7nothing"],
-            ]
-            async with core.generator.submit(make_request(HELLO, max_tokens=400)) as generation:
-                await anext(generation)
-                for _ in range(200):
-                    for frames in bad:
-                        worker.send_raw(frames)
-                deltas = [delta async for delta in generation]
-            assert deltas[-1].finish_reason == "length"
-            await until(lambda: core.registry.counters().malformed == 200 * len(bad))
-            assert core.registry.ready()[0]
+    async with linked(directory, **ENDLESS, delay=0.002) as (core, worker):
+        bad: list[list[bytes]] = [
+            [b""],
+            [b"\x80\x04\x95pickle"],
+            [b"\xdf\xff\xff\xff\xff"],
+            [b"\x91" * 10_000 + b"\xc0"],
+            [b"a", b"b"],
+            [b"x"] * 50,
+            [b"\x81\xa4type\xa7nothing"],
+        ]
+        async with core.generator.submit(make_request(HELLO, max_tokens=400)) as generation:
+            await anext(generation)
+            for _ in range(200):
+                for frames in bad:
+                    worker.send_raw(frames)
+            deltas = [delta async for delta in generation]
+        assert deltas[-1].finish_reason == "length"
+        await until(lambda: core.registry.counters().malformed == 200 * len(bad))
+        assert core.registry.ready()[0]
 
 
 async def test_a_message_of_a_hundred_thousand_frames_lets_streams_go_on(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.002) as worker:
-        async with running_core(directory, liveness=Liveness()) as core:
-            await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=50)) as generation:
-                await anext(generation)
-                worker.send_raw([b"x"] * 100_000)
-                deltas = [delta async for delta in generation]
-            assert deltas[-1].finish_reason == "length"
-            await until(lambda: core.registry.counters().malformed == 1)
+    async with linked(directory, {"liveness": Liveness()}, **ENDLESS, delay=0.002) as (core, worker):
+        async with core.generator.submit(make_request(HELLO, max_tokens=50)) as generation:
+            await anext(generation)
+            worker.send_raw([b"x"] * 100_000)
+            deltas = [delta async for delta in generation]
+        assert deltas[-1].finish_reason == "length"
+        await until(lambda: core.registry.counters().malformed == 1)
 
 
 async def test_outputs_for_unknown_ids_are_counted_and_cancelled(directory: Path) -> None:
-    with FakeWorker(directory) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            worker.send(Steps(epoch=worker.epoch, sequence=1, outputs=[Output("nobody", 0, [5]), Output("", 0, [5])]))
-            await until(lambda: core.registry.counters().unknown_ids == 2)
-            await until(lambda: [cancel.request_id for cancel in worker.cancels()] == ["nobody"])
+    async with linked(directory) as (core, worker):
+        worker.send(Steps(epoch=worker.epoch, sequence=1, outputs=[Output("nobody", 0, [5]), Output("", 0, [5])]))
+        await until(lambda: core.registry.counters().unknown_ids == 2)
+        await until(lambda: [cancel.request_id for cancel in worker.cancels()] == ["nobody"])
 
 
 async def test_output_of_a_choice_not_asked_for_fails_the_request(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=3600) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=40)) as generation:
+    async with linked(directory, **ENDLESS, delay=3600) as (core, worker):
+        async with core.generator.submit(make_request(HELLO, max_tokens=40)) as generation:
+            await anext(generation)
+            request_id = worker.submits()[0].request_id
+            worker.send(Steps(epoch=worker.epoch, sequence=2, outputs=[Output(request_id, 7, [5])]))
+            with pytest.raises(InternalError):
                 await anext(generation)
-                request_id = worker.submits()[0].request_id
-                worker.send(Steps(epoch=worker.epoch, sequence=2, outputs=[Output(request_id, 7, [5])]))
-                with pytest.raises(InternalError):
-                    await anext(generation)
 
 
 async def test_slow_consumer_is_cut_and_others_are_not(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.0005) as worker:
-        async with running_core(directory, write_timeout=0.2) as core:
-            await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as slow:
+    async with linked(directory, {"write_timeout": 0.2}, **ENDLESS, delay=0.0005) as (core, worker):
+        async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as slow:
+            await anext(slow)
+            # It does not read; the worker's own queue shows when it was disconnected.
+            await until(lambda: worker.num_running == 0)
+            other = await collect(core.generator.submit(make_request(HELLO, max_tokens=50)))
+            assert other[-1].finish_reason == "length"
+            pending = await anext(slow)
+            assert len(pending.token_ids) >= 256
+            with pytest.raises(UnavailableError) as caught:
                 await anext(slow)
-                # It does not read; the worker's own queue shows when it was disconnected.
-                await until(lambda: worker.num_running == 0)
-                other = await collect(core.generator.submit(make_request(HELLO, max_tokens=50)))
-                assert other[-1].finish_reason == "length"
-                pending = await anext(slow)
-                assert len(pending.token_ids) >= 256
-                with pytest.raises(UnavailableError) as caught:
-                    await anext(slow)
-                assert caught.value.code == "slow_client"
-            assert core.sample("slow_clients_total") == 1
+            assert caught.value.code == "slow_client"
+        assert core.sample("slow_clients_total") == 1
 
 
 async def test_what_piled_up_is_merged(directory: Path) -> None:
-    with FakeWorker(directory) as worker:
-        async with running_core(directory) as core:
-            await joined(core)
-            async with core.generator.submit(make_request(HELLO)) as generation:
-                await until(lambda: worker.num_running == 0 and len(worker.received) > 3)
-                await until(lambda: generation.emitted_token_ids == [[*HELLO, 2]])
-                deltas = [delta async for delta in generation]
-            assert len(deltas) == 1
-            assert deltas[0].token_ids == [*HELLO, 2]
-            assert deltas[0].finish_reason == "stop"
+    async with linked(directory) as (core, worker):
+        async with core.generator.submit(make_request(HELLO)) as generation:
+            await until(lambda: worker.num_running == 0 and len(worker.received) > 3)
+            await until(lambda: generation.emitted_token_ids == [[*HELLO, 2]])
+            deltas = [delta async for delta in generation]
+        assert len(deltas) == 1
+        assert deltas[0].token_ids == [*HELLO, 2]
+        assert deltas[0].finish_reason == "stop"
 
 
 async def test_requests_that_cannot_be_served_are_refused_with_numbers(directory: Path) -> None:
@@ -335,31 +287,32 @@ async def test_requests_that_cannot_be_served_are_refused_with_numbers(directory
 
 
 async def test_limits_give_429(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.01, max_num_seqs=2):
-        async with running_core(directory, max_waiting_requests=1) as core:
-            await joined(core)
-            running = [core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) for _ in range(3)]
-            with pytest.raises(RateLimitError) as caught:
-                core.generator.submit(make_request(HELLO))
-            assert 1.0 <= caught.value.retry_after <= 60.0
-            running.pop().close()
-            core.generator.submit(make_request(HELLO)).close()
-            await anext(running[0])
-            for generation in running:
-                generation.close()
-            assert core.admission.num_requests == 0
+    async with linked(directory, {"max_waiting_requests": 1}, **ENDLESS, delay=0.01, max_num_seqs=2) as (core, _):
+        running = [core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) for _ in range(3)]
+        with pytest.raises(RateLimitError) as caught:
+            core.generator.submit(make_request(HELLO))
+        assert 1.0 <= caught.value.retry_after <= 60.0
+        running.pop().close()
+        core.generator.submit(make_request(HELLO)).close()
+        await anext(running[0])
+        for generation in running:
+            generation.close()
+        assert core.admission.num_requests == 0
 
 
 async def test_a_request_without_a_first_token_times_out(directory: Path) -> None:
-    with FakeWorker(
-        directory, script=endless, **LONG_CONTEXT, faults=Misbehaviour(skip_sequence=10**9), delay=0.01
-    ) as worker:
-        async with running_core(directory, request_timeout=0.3) as core:
-            await joined(core)
-            with pytest.raises(UnavailableError) as caught:
-                await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
-            assert caught.value.code == "request_timeout"
-            await until(lambda: worker.num_running == 0)
+    async with linked(
+        directory,
+        {"request_timeout": 0.3},
+        script=endless,
+        **LONG_CONTEXT,
+        faults=Misbehaviour(skip_sequence=10**9),
+        delay=0.01,
+    ) as (core, worker):
+        with pytest.raises(UnavailableError) as caught:
+            await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
+        assert caught.value.code == "request_timeout"
+        await until(lambda: worker.num_running == 0)
 
 
 async def test_two_gateways_number_their_steps_apart(directory: Path) -> None:
@@ -371,15 +324,13 @@ async def test_two_gateways_number_their_steps_apart(directory: Path) -> None:
                 *(collect(core.generator.submit(make_request(HELLO))) for core in (one, two) for _ in range(5))
             )
             for deltas in results:
-                assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+                assert ids_of(deltas) == [*HELLO, 2]
             assert one.registry.counters() == two.registry.counters()
 
 
 async def test_the_request_itself_is_not_changed(directory: Path) -> None:
-    with FakeWorker(directory):
-        async with running_core(directory) as core:
-            await joined(core)
-            request = make_request(list(HELLO))
-            before = dataclasses.replace(request, prompt_token_ids=list(HELLO))
-            await collect(core.generator.submit(request))
-            assert request == before
+    async with linked(directory) as (core, _):
+        request = make_request(list(HELLO))
+        before = dataclasses.replace(request, prompt_token_ids=list(HELLO))
+        await collect(core.generator.submit(request))
+        assert request == before

@@ -8,12 +8,14 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -219,6 +221,7 @@ def test_serves_and_ends(start, connect, run: Path, tmp_path: Path, long_model: 
     gateway = connect(process.endpoint())
     facts = gateway.hello().facts
     assert facts.model_names == ["tiny"]
+    assert (facts.tool_call_parser, facts.reasoning_parser) == ("auto", "auto")
     assert (facts.vocab_size, facts.max_model_len, facts.device) == (CONFIG["vocab_size"], LONG_CONTEXT, "cpu")
     gateway.send(BundleRequest(facts.bundle_hash))
     bundle = gateway.receive()
@@ -235,6 +238,9 @@ def test_serves_and_ends(start, connect, run: Path, tmp_path: Path, long_model: 
     gateway.first_token("b")
     gateway.send(Cancel("b"))
     assert gateway.finish("b").reason is FinishReason.ABORT
+    # The tokenizer has no bytes.
+    gateway.submit("masked", 40, 'start: "a"')
+    assert "tokenizer does not support grammars" in gateway.finish("masked").message
     gateway.submit("again")
     gateway.finish("again")
     assert gateway.text("again") == gateway.text("a")
@@ -267,18 +273,6 @@ def test_grammars_are_followed_and_flags_reach_the_facts(start, connect, tmp_pat
     assert "Traceback" not in process.output()
 
 
-def test_a_tokenizer_without_bytes_refuses_grammars_alone(start, connect) -> None:
-    process = start()
-    gateway = connect(process.endpoint())
-    facts = gateway.hello().facts
-    assert (facts.tool_call_parser, facts.reasoning_parser) == ("auto", "auto")
-    gateway.submit("masked", 40, 'start: "a"')
-    gateway.submit("free")
-    assert "tokenizer does not support grammars" in gateway.finish("masked").message
-    assert gateway.finish("free").reason is FinishReason.LENGTH
-    assert process.end() == 0
-
-
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> None:
     process = start()
     gateway = connect(process.endpoint())
@@ -299,21 +293,20 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> 
     assert codes <= {None, "service_unavailable"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_waits_for_nothing(start, connect, long_model: Path, number: int) -> None:
+def test_a_second_signal_waits_for_nothing(start, connect, long_model: Path) -> None:
     process = start(model=long_model)
     gateway = connect(process.endpoint())
     gateway.hello()
     gateway.submit("long", 100_000)
     gateway.first_token("long")
-    process.popen.send_signal(number)
+    process.popen.send_signal(signal.SIGINT)
     # Two pending signals merge into one, so the first must have been handled.
     count = 0
     while count == 0 or gateway.finish(f"new{count}").code != "service_unavailable":
         count += 1
         gateway.submit(f"new{count}", 1)
     assert gateway.outputs["long"][-1].finish is None
-    process.popen.send_signal(number)
+    process.popen.send_signal(signal.SIGINT)
     finish = gateway.finish("long")
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "service_unavailable")
     assert process.end(None) == 0
@@ -343,57 +336,61 @@ def test_a_worker_that_loads_ends_with_its_supervisor(start, run: Path) -> None:
     assert list(run.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_it_loads_ends_it_quietly(start, run: Path, number: int) -> None:
+def test_a_signal_while_it_loads_ends_it_quietly(start, run: Path) -> None:
     process = start()
     status = Path(f"/proc/{process.popen.pid}/status")
     # Python handles SIGINT during imports, until the worker installs its handler.
     for caught in (True, False):
         while catches_sigint(status) is not caught and "worker_ready" not in process.output():
             time.sleep(0.005)
-    assert process.end(number) in (0, -number)
+    assert process.end(signal.SIGINT) in (0, -signal.SIGINT)
     assert "Traceback" not in process.output()
     assert list(run.iterdir()) == []
 
 
-def test_a_killed_worker_leaves_a_socket_that_the_next_one_removes(start, connect, run: Path) -> None:
-    first = start()
-    endpoint = first.endpoint()
-    other = sockets.worker_endpoint(run, 1, "0000abcd").removeprefix("ipc://")
-    with zmq.Context() as own, own.socket(zmq.ROUTER) as neighbour:
+def test_a_worker_removes_sockets_of_its_predecessors(start, connect, run: Path) -> None:
+    stale, other = (
+        sockets.worker_endpoint(run, index, epoch).removeprefix("ipc://")
+        for index, epoch in ((0, "0000aaaa"), (1, "0000abcd"))
+    )
+    # A killed worker leaves its socket; another worker listens on its own.
+    with socket.socket(socket.AF_UNIX) as killed, zmq.Context() as own, own.socket(zmq.ROUTER) as neighbour:
+        killed.bind(stale)
         neighbour.bind(f"ipc://{other}")
-        assert first.end(signal.SIGKILL) == -signal.SIGKILL
-        assert Path(endpoint.removeprefix("ipc://")).exists()
-        first.log.unlink()
-        second = start()
-        second.endpoint()
+        process = start()
+        process.endpoint()
         names = {path.name for path in run.iterdir()}
-        assert Path(endpoint).name not in names and len(names) == 2 and Path(other).name in names
+        assert Path(stale).name not in names and len(names) == 2 and Path(other).name in names
         gateway = connect(next(found for found in sockets.list_worker_endpoints(run) if "worker-0-" in found))
         gateway.hello()
         gateway.submit("a")
         assert gateway.finish("a").reason is FinishReason.LENGTH
-        assert second.end() == 0
+        assert process.end() == 0
 
 
-@pytest.mark.parametrize("arguments", [("--model", "/nowhere/model.gguf"), ("--max-num-seqs", "0"), ("--oops",)])
-def test_what_cannot_be_used_is_one_sentence_and_exit_code_1(start, arguments: tuple[str, ...]) -> None:
-    process = start(*arguments)
-    assert process.end(None) == 1
-    assert "Traceback" not in process.output()
-    assert "pelton worker:" in process.output()
-    assert arguments[0].lstrip("-").replace("-", "_") in process.output().replace("-", "_")
+STARTS = """
+import json, sys
+from worker.__main__ import main
+for arguments in json.load(sys.stdin):
+    print(json.dumps(arguments), main(arguments), file=sys.stderr, flush=True)
+"""
 
 
-def test_a_broken_model_is_one_sentence_and_exit_code_1(start, tmp_path: Path) -> None:
+def test_unusable_configuration_is_one_sentence_and_exit_code_1(run: Path, tmp_path: Path) -> None:
     broken = write_tiny_model(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    process = start(model=broken)
-    assert process.end(None) == 1
-    assert "Traceback" not in process.output() and "model.safetensors" in process.output()
+    cases = {"/nowhere/model.gguf": "/nowhere/model.gguf", str(broken): "model.safetensors", "--oops": "oops"}
+    started = [["--runtime-dir", str(run), "--device", "cpu", model] for model in cases]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, "check": True}
+    output = subprocess.run([sys.executable, "-c", STARTS], input=json.dumps(started), **options).stderr
+    assert "Traceback" not in output
+    for arguments, words in zip(started, cases.values(), strict=True):
+        reason, _, output = output.partition(json.dumps(arguments))
+        assert "pelton worker:" in reason and words in reason and output.startswith(" 1\n")
 
 
+@pytest.mark.slow
 def test_a_split_worker_whose_rank_is_killed_ends_its_requests_and_itself(
     start, connect, run: Path, long_model: Path
 ) -> None:
