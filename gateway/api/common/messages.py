@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.common.fields import invalid
+from gateway.api.common.fields import check_choice, check_known, check_num_entries, invalid, missing, unsupported
 from gateway.text.formats import ModelFormats
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from gateway.text.tools.format import ToolRequest
 from gateway.text.tools.prompting import conversation
-from shared.errors import ContextLengthError, InvalidRequestError
+from shared.errors import ContextLengthError
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,14 +28,18 @@ _EMPTY_ONLY = ("audio", "function_call", "annotations")
 _PARSED, _PARSED_ARGUMENTS = "parsed", "parsed_arguments"
 """Copies of the content and of a call's arguments that `parse()` of OpenAI's library adds."""
 _FIELDS: dict[str, tuple[str, ...]] = {
+    "role": ROLES,
+    "content": ROLES,
     "name": ROLES,
     "tool_call_id": ("tool",),
     "tool_calls": _ASSISTANT,
     "refusal": _ASSISTANT,
+    _PARSED: _ASSISTANT,
     **dict.fromkeys(_REASONING, _ASSISTANT),
     **dict.fromkeys(_EMPTY_ONLY, _ASSISTANT),
 }
-"""Roles whose messages may have each field."""
+"""Roles whose messages may have each field; null is the same as an absent field."""
+_TEXTS = ("name", "tool_call_id", "refusal", *_REASONING)
 
 RESERVED_TEMPLATE_VARIABLES = frozenset((
     "add_generation_prompt", "add_special_tokens", "bos_token", "chat_template", "cls_token",
@@ -109,35 +113,29 @@ def _check_structure(messages: list[dict[str, Any]]) -> None:
             if isinstance(text, str):
                 num_marks += sum(text.count(mark) for mark in "[{:,")
     if num_marks > MAX_ARGUMENT_MARKS:
-        message_text = (
-            f"The arguments of all tool calls have {num_marks} brackets, colons and commas; "
-            f"at most {MAX_ARGUMENT_MARKS} are allowed."
+        raise invalid(
+            "messages",
+            f"has tool calls whose arguments have {num_marks} brackets, colons and commas; "
+            f"at most {MAX_ARGUMENT_MARKS} are allowed.",
+            "too_many_values",
         )
-        raise InvalidRequestError(message_text, param="messages", code="too_many_values")
 
 
 def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role = message.get("role")
-    if role not in ROLES:
-        raise invalid(f"{place}.role", f"must be one of {', '.join(ROLES)}.")
+    check_choice(f"{place}.role", role, ROLES)
+    given = [name for name, value in message.items() if value is not None or name not in _FIELDS]
+    check_known(given, [name for name, roles in _FIELDS.items() if role in roles], place)
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    for name, value in message.items():
-        if name in ("role", "content") or (value is None and name in _FIELDS):
-            continue
-        if name == _PARSED and role == "assistant":
-            continue
-        shown = f"{place}.{name[:64]}"
-        if role not in _FIELDS.get(name, ()):
-            raise InvalidRequestError(f"Unknown or invalid parameter: {shown}.", param=shown, code="unknown_parameter")
-        if name in _EMPTY_ONLY:
-            if value != []:
-                raise invalid(shown, "is not supported.", "unsupported_parameter")
-        elif name == "tool_calls":
-            if calls := _tool_calls(value, shown):
-                result["tool_calls"] = calls
-        elif not isinstance(value, str):
-            raise invalid(shown, "must be a string.", "invalid_type")
-        else:
+    for name in given:
+        value, shown = message[name], f"{place}.{name}"
+        if name in _EMPTY_ONLY and value != []:
+            raise unsupported(shown, "is not supported.")
+        if name == "tool_calls" and (calls := _tool_calls(value, shown)):
+            result["tool_calls"] = calls
+        if name in _TEXTS:
+            if not isinstance(value, str):
+                raise invalid(shown, "must be a string.", "invalid_type")
             result[name] = value
     refusal = result.pop("refusal", None)
     content, is_assistant = message.get("content"), role == "assistant"
@@ -172,8 +170,7 @@ def _unify_reasoning(message: dict[str, Any], place: str) -> None:
 def _tool_calls(value: object, place: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise invalid(place, "must be a list.", "invalid_type")
-    if len(value) > MAX_CALLS:
-        raise invalid(place, f"has {len(value)} entries; at most {MAX_CALLS} are allowed.")
+    check_num_entries(place, len(value), MAX_CALLS)
     return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(value)]
 
 
@@ -213,10 +210,7 @@ def _arguments(value: object, place: str) -> str:
 def _object(value: object, place: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid(place, "must be an object.", "invalid_type")
-    for name in value:
-        if name not in known:
-            shown = f"{place}.{name[:64]}"
-            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+    check_known(value, known, place)
     return value
 
 
@@ -230,9 +224,7 @@ def _check_answers_a_call(message: dict[str, Any], call_ids: set[str], place: st
     place = f"{place}.tool_call_id"
     call_id = message.get("tool_call_id")
     if call_id is None:
-        raise InvalidRequestError(
-            f"Missing required parameter: {place}.", param=place, code="missing_required_parameter"
-        )
+        raise missing(place)
     if call_id not in call_ids:
         raise invalid(place, f"{call_id[:64]!r} is not the id of a call in an earlier assistant message.")
 

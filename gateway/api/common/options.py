@@ -11,25 +11,40 @@ from gateway.api.common.fields import (
     CompletionFields,
     RequestFields,
     SamplingFields,
+    check_choice,
+    check_length,
     check_range,
     invalid,
+    unsupported,
 )
 from gateway.api.common.sampling import beam_params, sampling_values
 from gateway.flow.beam_state import BeamParams
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity
 from gateway.text.stop_regex import check_stop_regexes
-from shared.errors import InvalidRequestError
 from shared.messages import MAX_CHOICES, WorkerFacts
 from shared.sampling_params import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_CACHE_SALT = 256
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-MAX_LENGTHS = {"safety_identifier": 128, "prompt_cache_key": 64}
+_LENGTHS = {"cache_salt": 256, "safety_identifier": 128, "prompt_cache_key": 64}
+"""Maximum length of each text, which must not be empty."""
+_RANGES = {
+    "best_of": (1, MAX_CHOICES),
+    "logprobs": (0, MAX_LOGPROBS),
+    "max_completion_tokens": (1, MAX_INT32),
+    "min_tokens": (0, MAX_INT32),
+    "n": (1, MAX_CHOICES),
+    "priority": (-(2**31), MAX_INT32),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "top_k": (-1, MAX_INT32),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "truncate_prompt_tokens": (-1, MAX_INT32),
+}
+"""Range of each integer that is the same for every request that has the field."""
 TIER_PRIORITIES = {"auto": 0, "default": 0, "flex": 1000, "priority": -1000, "fast": -1000}
 """Scheduling priority of each service tier; lower runs first."""
 _TIERS_IN_RESPONSES = {"auto": "default", "fast": "priority"}
@@ -98,15 +113,12 @@ def chat_options(
         salts: Source of the prefix cache's salt.
         clamped_max_tokens: Limit that is reduced to what fits the context and may be 0; replaces the fields' limits.
     """
-    limits = [
-        check_range(name, value, 1, MAX_INT32)
-        for name, value in (("max_tokens", fields.max_tokens), ("max_completion_tokens", fields.max_completion_tokens))
-        if value is not None
-    ]
-    if fields.top_logprobs is not None:
-        check_range("top_logprobs", fields.top_logprobs, 0, MAX_LOGPROBS)
-        if not fields.logprobs:
-            raise invalid("top_logprobs", "requires logprobs to be true.")
+    check_request_fields(fields)
+    if fields.max_tokens is not None:
+        check_range("max_tokens", fields.max_tokens, 1, MAX_INT32)
+    limits = [limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None]
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise invalid("top_logprobs", "requires logprobs to be true.")
     if fields.add_special_tokens:
         raise invalid("add_special_tokens", "must not be true for chat: the chat template adds the special tokens.")
     clamps = clamped_max_tokens is not None
@@ -133,6 +145,7 @@ def completion_options(
         identity: The client.
         salts: Source of the prefix cache's salt.
     """
+    check_request_fields(fields)
     if fields.max_tokens is not None:
         shows_prompt = fields.echo or fields.prompt_logprobs is not None
         check_range("max_tokens", fields.max_tokens, 0 if shows_prompt else 1, MAX_INT32)
@@ -145,10 +158,7 @@ def completion_options(
             ):
                 if given:
                     raise invalid(name, "cannot be combined with max_tokens = 0.")
-    if fields.logprobs is not None:
-        check_range("logprobs", fields.logprobs, 0, MAX_LOGPROBS)
     if fields.best_of is not None:
-        check_range("best_of", fields.best_of, 1, MAX_CHOICES)
         if fields.best_of < (fields.n or 1):
             raise invalid("best_of", f"must be at least n = {fields.n}, got {fields.best_of}.")
         if fields.best_of > (fields.n or 1) and fields.stream:
@@ -184,19 +194,12 @@ def _options(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> RequestOptions:
-    n = 1 if fields.n is None else check_range("n", fields.n, 1, MAX_CHOICES)
+    n = 1 if fields.n is None else fields.n
     best_of = n if best_of is None else best_of
-    check_request_fields(fields)
-    if fields.prompt_logprobs is not None:
-        check_range("prompt_logprobs", fields.prompt_logprobs, 0, MAX_LOGPROBS)
-        if fields.stream:
-            raise invalid("prompt_logprobs", "cannot be streamed.")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise invalid("prompt_logprobs", "cannot be streamed.")
     if fields.spaces_between_special_tokens is False:
-        raise invalid(
-            "spaces_between_special_tokens",
-            "must be true: text is exactly what the tokens decode to.",
-            "unsupported_parameter",
-        )
+        raise unsupported("spaces_between_special_tokens", "must be true: text is exactly what the tokens decode to.")
     include_usage, continuous_usage = _usage_options(fields)
     priority, tier = accounting(fields)
     stop = _stop(fields.stop)
@@ -227,14 +230,16 @@ def _options(
 
 
 def check_request_fields(fields: RequestFields) -> None:
-    """Check the fields on caching and truncation, except for limits that depend on the model."""
-    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_CACHE_SALT:
-        raise invalid("cache_salt", f"must have 1 to {MAX_CACHE_SALT} characters.")
-    if fields.truncate_prompt_tokens is not None:
-        name = "truncate_prompt_tokens"
-        check_range(name, fields.truncate_prompt_tokens, -1, MAX_INT32)
-        if fields.truncate_prompt_tokens == 0:
-            raise invalid(name, "must be at least 1, or -1 to keep what fits.")
+    """Check lengths, ranges and the fields on truncation, except for limits that depend on the model."""
+    for name, (low, high) in _RANGES.items():
+        number = getattr(fields, name, None)
+        if number is not None and not isinstance(number, bool):  # `logprobs` of chat is a bool
+            check_range(name, number, low, high)
+    for name, longest in _LENGTHS.items():
+        if (text := getattr(fields, name)) is not None:
+            check_length(name, text, longest)
+    if fields.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 to keep what fits.")
     if fields.truncation_side not in (None, "left", "right"):
         raise invalid("truncation_side", 'must be "left" or "right".')
     if fields.truncation_side is not None and fields.truncate_prompt_tokens is None:
@@ -255,11 +260,8 @@ def accounting(fields: RequestFields) -> tuple[int, str | None]:
         The scheduling priority, and the service tier as the response names it; None if the request names none.
     """
     priority, tier = fields.priority or 0, fields.service_tier
-    if priority:
-        check_range("priority", priority, -(2**31), MAX_INT32)
     if tier is not None:
-        if tier not in TIER_PRIORITIES:
-            raise invalid("service_tier", f"must be one of {', '.join(TIER_PRIORITIES)}.")
+        check_choice("service_tier", tier, TIER_PRIORITIES)
         if fields.priority is not None:
             raise invalid(
                 "service_tier", "cannot be combined with priority: it sets the priority itself. Send one of them."
@@ -267,24 +269,16 @@ def accounting(fields: RequestFields) -> tuple[int, str | None]:
         priority = TIER_PRIORITIES[tier]
         tier = _TIERS_IN_RESPONSES.get(tier, tier)
     if fields.store:
-        raise invalid("store", "must be false: only /v1/responses stores its results.", "unsupported_parameter")
+        raise unsupported("store", "must be false: only /v1/responses stores its results.")
     if len(fields.metadata or ()) > MAX_METADATA_PAIRS:
         raise invalid("metadata", f"has {len(fields.metadata or ())} pairs; at most {MAX_METADATA_PAIRS} are allowed.")
     for key, value in (fields.metadata or {}).items():
         if not 1 <= len(key) <= MAX_METADATA_KEY:
-            message = f"Each key of metadata must have 1 to {MAX_METADATA_KEY} characters."
-            raise InvalidRequestError(message, param="metadata")
+            raise invalid("metadata", f"must have keys of 1 to {MAX_METADATA_KEY} characters.")
         if len(value) > MAX_METADATA_VALUE:
-            message = f"Each value of metadata must have at most {MAX_METADATA_VALUE} characters."
-            raise InvalidRequestError(message, param="metadata")
-    for name, longest in MAX_LENGTHS.items():
-        text = getattr(fields, name)
-        if text is not None and not 1 <= len(text) <= longest:
-            raise invalid(name, f"must have 1 to {longest} characters.")
+            raise invalid("metadata", f"must have values of at most {MAX_METADATA_VALUE} characters.")
     if fields.prompt_cache_retention not in (None, *RETENTIONS):
-        raise invalid(
-            "prompt_cache_retention", "must be in_memory: the prefix cache is in memory only.", "unsupported_parameter"
-        )
+        raise unsupported("prompt_cache_retention", "must be in_memory: the prefix cache is in memory only.")
     return priority, tier
 
 
@@ -296,9 +290,7 @@ def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:
     if not fields.stream:
         raise invalid("stream_options", "requires stream to be true.")
     if options.include_obfuscation:
-        raise invalid(
-            "stream_options.include_obfuscation", "must be false: chunks are not padded.", "unsupported_parameter"
-        )
+        raise unsupported("stream_options.include_obfuscation", "must be false: chunks are not padded.")
     continuous = bool(options.continuous_usage_stats)
     return continuous if options.include_usage is None else options.include_usage, continuous
 
@@ -308,5 +300,5 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     if len(strings) > MAX_STOP_STRINGS:
         raise invalid("stop", f"has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.")
     if not all(1 <= len(string) <= MAX_STOP_LENGTH for string in strings):
-        raise InvalidRequestError(f"Each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
+        raise invalid("stop", f"must have strings of 1 to {MAX_STOP_LENGTH} characters.")
     return strings

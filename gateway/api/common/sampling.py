@@ -8,7 +8,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.common.fields import MAX_INT32, SamplingFields, SpeculativeField, TextFormat, check_range, invalid
+from gateway.api.common.fields import (
+    SamplingFields,
+    SpeculativeField,
+    TextFormat,
+    check_length,
+    check_num_entries,
+    invalid,
+)
 from gateway.flow.beam_state import BeamParams
 from gateway.text.pipeline import TextPipeline
 from shared.errors import InvalidRequestError
@@ -82,15 +89,13 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
         given = {name: value for name, value in msgspec.structs.asdict(detection).items() if value is not None}
         values["repetition_detection"] = RepetitionDetection(**given)
     if fields.top_k is not None:
-        values["top_k"] = max(check_range("top_k", fields.top_k, -1, MAX_INT32), 0)
+        values["top_k"] = max(fields.top_k, 0)
     if fields.top_p is not None and not 0.0 <= fields.top_p <= 1.0:
         raise invalid("top_p", f"must be in [0, 1], got {fields.top_p:g}.")
     if fields.top_p == 0.0:
         # OpenAI allows an empty nucleus; like vLLM, keep the most likely token.
         del values["top_p"]
         values["top_k"] = 1
-    if fields.min_tokens is not None:
-        check_range("min_tokens", fields.min_tokens, 0, MAX_INT32)
     if fields.typ_p is not None and not 0.0 < fields.typ_p <= 1.0:
         raise invalid("typ_p", f"must be in (0, 1], got {fields.typ_p}.")
     if None not in (fields.typical_p, fields.typ_p) and fields.typical_p != fields.typ_p:
@@ -124,11 +129,9 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
 
 
 def _check_words(name: str, words: Sequence[str] | None, max_words: int, max_length: int) -> None:
-    if words is not None and len(words) > max_words:
-        raise invalid(name, f"has {len(words)} entries; at most {max_words} are allowed.")
+    check_num_entries(name, len(words or ()), max_words)
     for index, word in enumerate(words or ()):
-        if not 1 <= len(word) <= max_length:
-            raise invalid(f"{name}[{index}]", f"must have 1 to {max_length} characters.")
+        check_length(f"{name}[{index}]", word, max_length)
 
 
 async def word_values(fields: SamplingFields, pipeline: TextPipeline) -> dict[str, Any]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from gateway.api.common.fields import AllowedTools, PlacedToolField, ToolChoiceField, ToolField, invalid
+from gateway.api.common.fields import (
+    AllowedTools,
+    PlacedToolField,
+    ToolChoiceField,
+    ToolField,
+    check_num_entries,
+    invalid,
+    missing,
+)
 from gateway.text.tools.format import Tool, ToolRequest
-from shared.errors import InvalidRequestError
 
 MAX_TOOLS = 512
 """OpenAI allows 128, but agents send the tools of all their servers. Checking 512 takes some 0.3 s, in a thread."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 """Anthropic's limit; OpenAI's is 64 characters."""
 _CHOICES = ("none", "auto", "required")
-
-
-def check_num_tools(count: int) -> None:
-    """Raise InvalidRequestError if there are too many tools. Call it before any work on each of them."""
-    if count > MAX_TOOLS:
-        raise invalid("tools", f"has {count} entries; at most {MAX_TOOLS} are allowed.")
 
 
 def tool_request(
@@ -38,7 +39,7 @@ def tool_request(
         if parallel_tool_calls is not None:
             raise invalid("parallel_tool_calls", "requires tools.")
         return None
-    check_num_tools(len(tools))
+    check_num_entries("tools", len(tools), MAX_TOOLS)
     by_name: dict[str, Tool] = {}
     for index, field in enumerate(tools):
         place = field.place if isinstance(field, PlacedToolField) else f"tools[{index}]"
@@ -55,16 +56,12 @@ def tool_request(
     )
 
 
-def _missing(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Missing required parameter: {name}.", param=name, code="missing_required_parameter")
-
-
 def _tool(field: ToolField, place: str) -> Tool:
     if field.type != "function" or field.custom is not None:
         raise invalid(f"{place}.type", 'must be "function"; other tools are not supported.')
     function = field.function
     if function is None:
-        raise _missing(f"{place}.function")
+        raise missing(f"{place}.function")
     if not _NAME.fullmatch(function.name):
         raise invalid(f"{place}.function.name", "must be 1 to 128 letters, digits, underscores and dashes.")
     return Tool(
@@ -90,7 +87,7 @@ def _choice(
         raise invalid("tool_choice", f"must be one of {', '.join(_CHOICES)}, or an object.")
     if field.type == "function" and field.allowed_tools is None and field.custom is None:
         if field.function is None:
-            raise _missing("tool_choice.function")
+            raise missing("tool_choice.function")
         return "named", (_known(field.function.name, by_name, "tool_choice.function.name"),)
     if field.type == "allowed_tools" and field.function is None and field.custom is None:
         return _allowed(field.allowed_tools, by_name)
@@ -102,7 +99,7 @@ def _allowed(
 ) -> tuple[Literal["auto", "required"], tuple[Tool, ...]]:
     place = "tool_choice.allowed_tools"
     if allowed is None:
-        raise _missing(place)
+        raise missing(place)
     if allowed.mode not in ("auto", "required"):
         raise invalid(f"{place}.mode", 'must be "auto" or "required".')
     if not allowed.tools:

@@ -25,12 +25,13 @@ from gateway.api.common.fields import (
     TextFormat,
     ToolChoiceField,
     ToolField,
+    check_num_entries,
     check_range,
     invalid,
     parse_fields,
     unsupported,
 )
-from gateway.api.common.tools import check_num_tools
+from gateway.api.common.tools import MAX_TOOLS
 from gateway.http.body import convert
 from gateway.text.grammars.json_schema import is_strict
 from shared.errors import InvalidRequestError, PeltonError
@@ -266,7 +267,7 @@ def _check_stream_options(fields: ResponseFields) -> None:
 
 
 def _check_input(fields: InputFields) -> None:
-    check_num_tools(len(fields.tools or ()))
+    check_num_entries("tools", len(fields.tools or ()), MAX_TOOLS)
     if fields.truncation not in (None, "disabled", "auto"):
         raise invalid("truncation", "must be auto or disabled.")
 
