@@ -40,9 +40,11 @@ _CONTROL = re.compile(r"\\u00[01]|\x7f")
 
 FORMAT_LENGTHS = {"time": 32, "date-time": 48, "duration": 48, "email": 254, "hostname": 253, "uri": 2048}
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("additionalProperties", "additionalItems", "items")
+_UNBOUNDED = ("contains", "else", "if", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")
+"""Keywords with one schema each that llguidance does not support."""
 _COMBINED = ("anyOf", "oneOf", "$ref")
 _FIXED = (*_COMBINED, "allOf", "enum", "const")
 _ANNOTATIONS = frozenset(
@@ -112,41 +114,51 @@ def json_expression(
     return f"%json {json.dumps({**bounded, 'x-guidance': options})}"
 
 
+def walk(schema: object, place: str) -> Iterator[tuple[Any, str]]:
+    """Yield each schema in a schema, itself included, with its path from there.
+
+    Raises:
+        InvalidRequestError: There are too many, or they are nested too deep; the error names `place`.
+    """
+    num_nodes = 0
+    nodes: list[tuple[Any, str, int]] = [(schema, "", 0)]
+    while nodes:
+        node, path, depth = nodes.pop()
+        num_nodes += 1
+        if num_nodes > MAX_NODES or depth > MAX_DEPTH:
+            message = f"{place} is too large: at most {MAX_NODES} schemas, nested {MAX_DEPTH} deep, are allowed."
+            raise InvalidRequestError(message, param=place)
+        yield node, path
+        if isinstance(node, dict):
+            nodes.extend((child, path + step, depth + 1) for child, step in _children(node))
+
+
+def _children(node: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    for name in MAPS:
+        if isinstance(value := node.get(name), dict):
+            yield from ((child, f".{name}.{key[:64]}") for key, child in value.items())
+    for name in (*LISTS, *_SINGLE, *_UNBOUNDED):
+        if isinstance(value := node.get(name), list) and name not in ("additionalProperties", *_UNBOUNDED):
+            yield from ((child, f".{name}[{index}]") for index, child in enumerate(value))
+        elif name in node:
+            yield value, f".{name}"
+
+
 def _is_simple(schema: Mapping[str, Any], place: str) -> bool:
     """Return True if unconstrained values can be bounded too, and check the size.
 
     If llguidance has to intersect schemas, or to resolve references relative to another place than the root, an
     additional definition would get in the way.
     """
-    num_nodes, simple = 0, True
-    nodes: list[tuple[Any, int]] = [(schema, 0)]
-    while nodes:
-        node, depth = nodes.pop()
-        num_nodes += 1
-        if depth > MAX_DEPTH or num_nodes > MAX_NODES:
-            what = f"schemas are nested more than {MAX_DEPTH} levels deep" if depth > MAX_DEPTH else "too many schemas"
-            raise InvalidRequestError(f"{place} has {what}.", param=place)
+    simple = True
+    for node, path in walk(schema, place):
         if not isinstance(node, dict):
             continue
         combined = any(name in node for name in _COMBINED) and not _CONSTRAINTS.isdisjoint(node)
-        moved = depth > 0 and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str))
+        moved = path and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str))
         if "allOf" in node or combined or moved or sum(name in node for name in _COMBINED) > 1:
             simple = False
-        nodes.extend((child, depth + 1) for child in _children(node))
     return simple
-
-
-def _children(node: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    for name in _MAPS:
-        if isinstance(value := node.get(name), dict):
-            found += value.values()
-    for name in (*_LISTS, *_SINGLE):
-        if isinstance(value := node.get(name), list):
-            found += value
-        elif value is not None:
-            found.append(value)
-    return found
 
 
 class _Bounder:
@@ -192,11 +204,11 @@ class _Bounder:
                 raise InvalidRequestError(f"{place} must be a number.", param=place)
         _exclude_zero(result)
         self._check_patterns(node, path)
-        for name in _MAPS:
+        for name in MAPS:
             if name in node:
                 children = self._of_kind(node, name, dict, path)
                 result[name] = {key: self._bounded(one, f"{path}.{name}.{key[:64]}") for key, one in children.items()}
-        for name in _LISTS:
+        for name in LISTS:
             if name in node:
                 children = self._of_kind(node, name, list, path)
                 result[name] = [self._bounded(one, f"{path}.{name}[{index}]") for index, one in enumerate(children)]
@@ -304,16 +316,9 @@ def check_strict(schema: Mapping[str, Any], place: str) -> None:
     root_type = schema.get("type")
     if "anyOf" in schema or ("$ref" not in schema and root_type != "object"):
         raise _strict_error(place, "", 'with strict, the schema itself must have type "object" and no anyOf')
-    nodes: list[tuple[Any, str]] = [(schema, "")]
-    num_nodes = 0
-    while nodes:
-        node, path = nodes.pop()
-        num_nodes += 1
-        if num_nodes > MAX_NODES:
-            raise _strict_error(place, "", f"it has more than {MAX_NODES} schemas")
+    for node, path in walk(schema, place):
         if isinstance(node, dict):
             _check_strict_node(node, place, path)
-            nodes.extend((child, path + step) for child, step in _strict_children(node))
 
 
 def is_strict(schema: object) -> bool:
@@ -344,16 +349,6 @@ def _check_strict_node(node: Mapping[str, Any], place: str, path: str) -> None:
     if missing:
         name = missing[0][:64]
         raise _strict_error(place, path, f"with strict, required must list every property; {name!r} is missing")
-
-
-def _strict_children(node: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
-    for name in ("properties", "$defs", "definitions"):
-        if isinstance(value := node.get(name), dict):
-            yield from ((child, f".{name}.{key[:64]}") for key, child in value.items())
-    if isinstance(value := node.get("anyOf"), list):
-        yield from ((child, f".anyOf[{index}]") for index, child in enumerate(value))
-    if "items" in node:
-        yield node["items"], ".items"
 
 
 def _strict_error(place: str, path: str, what: str) -> InvalidRequestError:

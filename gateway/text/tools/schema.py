@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gateway.text.grammars.json_schema import MAX_DEPTH, MAX_NODES, json_expression
+from gateway.text.grammars.json_schema import LISTS, MAPS, json_expression, walk
 from gateway.text.grammars.regex_size import MAX_WRITTEN_OUT, num_written_out, written_out_refusal
 from gateway.text.tools.format import Tool
 from shared.errors import InvalidRequestError
@@ -15,21 +15,6 @@ from shared.errors import InvalidRequestError
 MAX_PATTERN = 8192
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = (
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "else",
-    "if",
-    "items",
-    "not",
-    "propertyNames",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-)
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _REFERENCE = re.compile(r"\\[1-9]|\\k<")
 _PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|$)|\(\?<?[=!]|.", re.DOTALL)
@@ -45,20 +30,9 @@ def check_parameters(schema: Mapping[str, Any], place: str) -> None:
     Raises:
         InvalidRequestError: It has not; the error has `place` as its parameter.
     """
-    num_nodes = 0
-    nodes: list[tuple[Any, str, int]] = [(schema, "", 0)]
-    while nodes:
-        node, path, depth = nodes.pop()
-        num_nodes += 1
-        if num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            message = f"{place} is too large: at most {MAX_NODES} schemas, nested {MAX_DEPTH} deep, are allowed."
-            raise InvalidRequestError(message, param=place)
-        if isinstance(node, bool):
-            continue
-        problem = _problem(node)
-        if problem:
+    for node, path in walk(schema, place):
+        if not isinstance(node, bool) and (problem := _problem(node)):
             raise InvalidRequestError(f"{place}{path} is not a JSON schema: {problem}.", param=place)
-        nodes.extend((child, path + step, depth + 1) for child, step in _children(node))
     kind = schema.get("type", "object")
     if kind != "object" and kind != ["object"]:
         raise InvalidRequestError(f'{place}.type must be "object".', param=place)
@@ -72,10 +46,10 @@ def _problem(node: object) -> str | None:
     for kind in kinds if isinstance(kinds, list) and kinds else [kinds]:
         if not isinstance(kind, str) or kind not in _TYPES:
             return f"{json.dumps(kind)[:64]} is not a type; use one of {', '.join(sorted(_TYPES))}"
-    for name in _MAPS:
+    for name in MAPS:
         if not isinstance(node.get(name, {}), dict):
             return f"{name} must be an object"
-    for name in _LISTS:
+    for name in LISTS:
         if name in node and (not isinstance(node[name], list) or not node[name]):
             return f"{name} must be a non-empty list"
     if "enum" in node and (not isinstance(node["enum"], list) or not node["enum"]):
@@ -92,22 +66,6 @@ def _problem(node: object) -> str | None:
         if reason := _pattern_problem(pattern):
             return f"pattern {json.dumps(pattern)[:64]}: {reason}"
     return None
-
-
-def _children(node: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
-    for name in _MAPS:
-        for key, child in node.get(name, {}).items():
-            yield child, f".{name}.{key[:64]}"
-    for name in _LISTS:
-        for index, child in enumerate(node.get(name, ())):
-            yield child, f".{name}[{index}]"
-    for name in _SCHEMAS:
-        child = node.get(name)
-        if name in ("items", "additionalItems") and isinstance(child, list):
-            for index, item in enumerate(child):
-                yield item, f".{name}[{index}]"
-        elif name in node:
-            yield child, f".{name}"
 
 
 def _pattern_problem(pattern: object) -> str | None:
