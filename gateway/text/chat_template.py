@@ -20,6 +20,7 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 
 from shared.errors import InvalidRequestError
@@ -40,8 +41,6 @@ FILLED_IN = frozenset(["messages", "tools", "documents", "add_generation_prompt"
 
 _MAX_MESSAGE = 500
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-_BOUNDED_LOOP = "pelton_bounded_loop"
-_BOUNDED_CONCAT = "pelton_bounded_concat"
 
 
 class TemplateLimitError(jinja2.TemplateError):
@@ -121,17 +120,31 @@ class ChatTemplate:
                 pieces.append(piece)
         except _RefusedError as error:
             raise InvalidRequestError(str(error.message)[:_MAX_MESSAGE], param="messages") from error
-        except (RecursionError, MemoryError) as error:
-            raise _unusable(error) from error
         except Exception as error:  # expressions of a template may raise any exception
             raise _unusable(error) from error
         return "".join(pieces)
+
+
+class _BoundedCode(CodeGenerator):
+    """Code in which loops and each `a ~ b` call methods of the environment that check the limits."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        node.iter = _call_node("bounded_loop", node.iter)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.visit(_call_node("bounded_concat", nodes.List(node.nodes)), frame)
+
+
+def _call_node(method: str, argument: nodes.Node) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(method), [argument], [], None, None)
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Sandbox with limits. Its clock is per thread, because one rendering runs in one thread."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
+    code_generator_class = _BoundedCode
 
     def __init__(self, max_seconds: float) -> None:
         super().__init__(
@@ -145,8 +158,6 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name, function in list(self.filters.items()):
             self.filters[name] = self._bounded_filter(name, function)
         self.filters["tojson"] = _to_json
-        self.filters[_BOUNDED_LOOP] = self._bounded_loop
-        self.filters[_BOUNDED_CONCAT] = self._bounded_concat
         self.globals.pop("lipsum", None)
         self.globals["range"] = _bounded_range
         self.globals["raise_exception"] = _raise_exception
@@ -200,35 +211,15 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         bounded.__dict__.update(getattr(function, "__dict__", {}))
         return bounded
 
-    def _bounded_loop(self, iterable: Any) -> Any:
-        return _BoundedIterable(iterable, self.check)
+    def bounded_loop(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        for item in iterable:
+            self.check()
+            yield item
 
-    def _bounded_concat(self, parts: Iterable[Any]) -> str:
+    def bounded_concat(self, parts: Iterable[Any]) -> str:
         texts = [str(part) for part in parts]
         self.check(sum(map(len, texts)))
         return "".join(texts)
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(nodes.For):
-            loop.iter = _filter_node(loop.iter, _BOUNDED_LOOP)
-        return _replace_concats(template)
-
-
-class _BoundedIterable:
-    """Iterable that checks the clock at every step. Keeps the length, which `loop.last` and similar variables need."""
-
-    def __init__(self, iterable: Any, check: Callable[[], None]) -> None:
-        self._iterable = iterable
-        self._check = check
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._iterable:
-            self._check()
-            yield item
-
-    def __len__(self) -> int:
-        return len(self._iterable)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -239,29 +230,6 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
-
-
-def _replace_concats(template: nodes.Template) -> nodes.Template:
-    """Route each `a ~ b` through the bounded filter."""
-
-    def visit(node: nodes.Node) -> nodes.Node:
-        for field, value in node.iter_fields():
-            if isinstance(value, nodes.Node):
-                setattr(node, field, visit(value))
-            elif isinstance(value, list):
-                setattr(node, field, [visit(item) if isinstance(item, nodes.Node) else item for item in value])
-        if isinstance(node, nodes.Concat):
-            return _filter_node(
-                nodes.List(node.nodes, lineno=node.lineno, environment=node.environment), _BOUNDED_CONCAT
-            )
-        return node
-
-    visit(template)
-    return template
 
 
 def _size(value: Any) -> int:
