@@ -24,38 +24,6 @@ RETRY_SECONDS = 0.25
 """A worker in a long step is not ready for a moment; a batch retries instead of discarding its results."""
 
 
-class Window:
-    """Window of sub-requests in flight, bounded in number and in tokens. A longer sub-request runs alone.
-
-    Args:
-        max_parts: Limit on the number of sub-requests.
-        max_tokens: Returns the limit on their tokens; called for each sub-request.
-    """
-
-    def __init__(self, max_parts: int, max_tokens: Callable[[], float]) -> None:
-        self._max_parts = max_parts
-        self._max_tokens = max_tokens
-        self._num_parts = 0
-        self._num_tokens = 0
-        self._left = asyncio.Event()
-
-    async def enter(self, num_tokens: int) -> None:
-        """Wait until a sub-request fits, and add it. Only one task at a time may wait."""
-        while self._num_parts and (
-            self._num_parts >= self._max_parts or self._num_tokens + num_tokens > self._max_tokens()
-        ):
-            self._left.clear()
-            await self._left.wait()
-        self._num_parts += 1
-        self._num_tokens += num_tokens
-
-    def leave(self, num_tokens: int) -> None:
-        """Remove a sub-request that has ended."""
-        self._num_parts -= 1
-        self._num_tokens -= num_tokens
-        self._left.set()
-
-
 async def embed(
     generator: GeneratorLike,
     requests: Sequence[GenerationRequest],
@@ -87,20 +55,21 @@ async def embed(
         speed = reservation.tokens_per_second
         return min(step_tokens, speed * SECONDS_IN_FLIGHT) if speed else facts.max_num_batched_tokens
 
-    window = Window(max_parts, max_tokens)
     results: dict[int, T] = {}
+    in_flight: dict[asyncio.Task[None], int] = {}
 
     async def run(index: int) -> None:
-        try:
-            results[index] = shape(await _embedding(reservation, requests[index]))
-        finally:
-            window.leave(sizes[index])
+        results[index] = shape(await _embedding(reservation, requests[index]))
 
     try:
         async with asyncio.TaskGroup() as group:
             for index, size in enumerate(sizes):
-                await window.enter(size)
-                group.create_task(run(index))
+                # A sub-request that is longer than the limit runs alone.
+                while in_flight and (len(in_flight) >= max_parts or sum(in_flight.values()) + size > max_tokens()):
+                    done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        del in_flight[task]
+                in_flight[group.create_task(run(index))] = size
                 await asyncio.sleep(0)  # the task sends now; other tasks run between two sub-requests
         reservation.complete(())
     except ExceptionGroup as failures:
