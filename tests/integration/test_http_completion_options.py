@@ -128,52 +128,6 @@ async def test_reports_on_long_prompts_are_shaped_beside_the_loop_and_bounded(ga
     assert (await gateway.complete(prompt=text, prompt_logprobs=5, n=1))[0] == 200
 
 
-async def test_token_ids(gateway):
-    gateway.generator.script = spell("\u20acx")
-    _, body, _ = await gateway.complete(prompt=["a", "b"], return_token_ids=True)
-    for choice, prompt in zip(body["choices"], ([97], [98]), strict=True):
-        assert choice["token_ids"] == list("\u20acx".encode()) and choice["prompt_token_ids"] == prompt
-    joined: dict[int, list[int]] = {0: [], 1: []}
-    prompts: dict[int, list[list[int]]] = {0: [], 1: []}
-    for event in (await gateway.stream_complete(prompt=["a", "b"], return_token_ids=True))[:-1]:
-        (choice,) = event["choices"]
-        joined[choice["index"]] += choice.get("token_ids", [])
-        prompts[choice["index"]] += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
-    assert joined == {0: list("\u20acx".encode()), 1: list("\u20acx".encode())} and prompts == {
-        0: [[97]],
-        1: [[98]],
-    }
-    _, body, _ = await gateway.chat(return_token_ids=True, n=2)
-    assert bytes(body["prompt_token_ids"]) == b"user: hi\nassistant:"
-    assert all(bytes(choice["token_ids"]) == "\u20acx".encode() for choice in body["choices"])
-    chunks = (await gateway.stream_chat(return_token_ids=True, n=2))[:-1]
-    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [body["prompt_token_ids"]]
-    for index in range(2):
-        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert bytes(token for one in mine for token in one.get("token_ids", [])) == "\u20acx".encode()
-        assert "".join(one["delta"].get("content", "") for one in mine) == "\u20acx"
-    assert "token_ids" not in (await gateway.chat())[1]["choices"][0]
-
-
-async def test_ids_of_tokens_without_text_are_streamed_too(gateway):
-    def script(request):
-        return [
-            TextDelta(0, "", [0xE2]),
-            TextDelta(0, "", [0x82]),
-            TextDelta(0, "\u20ac", [0xAC]),
-            TextDelta(0, "", [], finish_reason="length"),
-        ]
-
-    gateway.generator.script = script
-    for stream in (gateway.stream_complete, gateway.stream_chat):
-        chunks = (await stream(return_token_ids=True))[:-1]
-        assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == [
-            0xE2,
-            0x82,
-            0xAC,
-        ]
-
-
 async def test_tokens_named_by_their_ids(gateway):
     gateway.generator.script = spell("ab")
     _, body, _ = await gateway.complete(logprobs=1, return_tokens_as_token_ids=True)

@@ -104,19 +104,6 @@ async def test_echo_of_token_ids_and_several_choices(gateway):
     assert [choice["text"] for choice in body["choices"]] == ["ac", "ac", "bc", "bc"]
 
 
-async def test_best_of_and_suffix(gateway):
-    assert (await gateway.complete(n=2, best_of=2))[0] == 200
-    assert (await gateway.complete(best_of=1))[0] == 200
-    for fields, param in (
-        ({"best_of": 2, "stream": True}, "best_of"),
-        ({"n": 3, "best_of": 2}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-    ):
-        status, body, _ = await gateway.complete(**fields)
-        assert status == 400 and body["error"]["param"] == param and param in body["error"]["message"]
-    assert (await gateway.complete(suffix=None))[0] == 200
-
-
 async def test_tokenize_and_detokenize(gateway):
     assert (await gateway.post("/tokenize", {"model": MODEL, "prompt": "hi"}))[1] == {
         "count": 2,

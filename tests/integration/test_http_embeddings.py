@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,13 @@ import pytest
 from gateway.api.openai import embedding_batch
 from gateway.api.openai.embeddings import MAX_INPUTS
 from gateway.flow.events import GenerationRequest, TextDelta
-from shared.errors import RateLimitError, UnavailableError, WorkerLostError
+from shared.errors import UnavailableError
 from tests.fakes.fake_generator import (
     MODEL,
-    BytePipeline,
     FakeEntry,
     FakeGeneration,
     FakeGenerator,
     FakeModels,
-    Step,
-    embed,
     facts,
 )
 from tests.fakes.gateway_core import until
@@ -117,11 +113,6 @@ async def test_zero_vectors_stay_and_invalid_vectors_are_errors():
             assert status == 500 and body["error"]["type"] == "server_error"
 
 
-async def test_a_finish_without_a_vector_is_an_error():
-    async with run_gateway(answering(lambda _: [TextDelta(0, "", [], finish_reason="stop")])) as gateway:
-        assert (await post(gateway))[0] == 500
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -175,44 +166,6 @@ async def test_missing_fields_and_models():
         assert status == 400 and body["error"]["param"] == "model"
 
 
-async def test_an_input_may_fill_the_whole_context_and_be_cut_to_it():
-    async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=10)))) as gateway:
-        text = "abcdefghijklmn"
-        for fields, kept in [
-            ({"input": text[:10]}, text[:10]),
-            ({"input": text, "truncate_prompt_tokens": -1}, text[4:]),
-            ({"input": text, "truncate_prompt_tokens": 10}, text[4:]),
-            ({"input": text, "truncate_prompt_tokens": 3}, text[-3:]),
-            ({"input": text, "truncate_prompt_tokens": 3, "truncation_side": "right"}, text[:3]),
-            ({"input": list(text.encode()), "truncate_prompt_tokens": 3, "truncation_side": "right"}, text[:3]),
-            ({"input": "ab", "truncate_prompt_tokens": 3}, "ab"),
-            ({"input": [97, 98], "truncate_prompt_tokens": 3}, "ab"),
-        ]:
-            status, body = await post(gateway, **fields)
-            assert status == 200 and body["usage"]["prompt_tokens"] == len(kept)
-            assert bytes(gateway.generator.requests[-1].prompt_token_ids).decode() == kept
-        assert (await post(gateway, input=text[:11]))[0] == 400
-
-
-async def test_special_tokens_stay_where_a_text_is_cut():
-    class Marking(BytePipeline):
-        async def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
-            ids = await super().encode(text, add_special_tokens, **options)
-            return [256, *ids, 257] if add_special_tokens else ids
-
-    async with run_gateway(models=FakeModels(FakeEntry(pipeline=Marking()))) as gateway:
-        for fields, ids in [
-            ({}, [256, *b"abcde", 257]),
-            ({"add_special_tokens": False}, [*b"abcde"]),
-            ({"truncate_prompt_tokens": 4}, [256, *b"de", 257]),
-            ({"truncate_prompt_tokens": 4, "truncation_side": "right"}, [256, *b"ab", 257]),
-            ({"truncate_prompt_tokens": 3, "add_special_tokens": False}, [*b"cde"]),
-            ({"truncate_prompt_tokens": 2}, [*b"e", 257]),
-        ]:
-            assert (await post(gateway, input="abcde", **fields))[0] == 200
-            assert gateway.generator.requests[-1].prompt_token_ids == ids
-
-
 async def test_accounting_fields_arrive():
     async with run_gateway(keys=True) as gateway:
         gateway.headers = {"Authorization": f"Bearer {USER_KEY}"}
@@ -226,61 +179,9 @@ async def test_accounting_fields_arrive():
         assert (await post(gateway))[0] == 401
 
 
-async def test_many_inputs_are_one_request_that_runs_a_few_at_a_time():
-    most = 0
-
-    def script(request: GenerationRequest) -> Iterable[Step]:
-        nonlocal most
-        most = max(most, len(gateway.generator.live))
-        yield 0.001
-        yield from embed(request)
-
-    lengths = [1 + index % 7 for index in range(60)]
-    async with run_gateway(answering(script)) as gateway:
-        status, body = await post(gateway, input=[[index] * length for index, length in enumerate(lengths)])
-        assert status == 200 and len(body["data"]) == 60
-        assert most == facts().max_num_seqs == 8
-        (room,) = gateway.generator.reservations
-        assert (room.num_sequences, room.num_tokens) == (8, sum(sorted(lengths)[-8:]))
-        await post(gateway, input=["abc", "a"])
-        assert gateway.generator.reservations[-1].num_sequences == 2
-        assert gateway.generator.reservations[-1].num_tokens == 4
-
-
 async def test_the_most_inputs_that_there_may_be(gateway):
     status, body = await post(gateway, input=["a"] * MAX_INPUTS, encoding_format="base64")
     assert status == 200 and [one["index"] for one in body["data"]] == list(range(MAX_INPUTS))
-
-
-async def test_vectors_are_in_the_order_of_the_inputs_whatever_ends_first():
-    def script(request: GenerationRequest) -> Iterable[Step]:
-        yield 0.02 - 0.004 * (request.prompt_token_ids[0] % 5)
-        yield from embed(request)
-
-    async with run_gateway(answering(script)) as gateway:
-        _, body = await post(gateway, input=[[index] for index in range(20)])
-        for index, one in enumerate(body["data"]):
-            np.testing.assert_allclose(one["embedding"], unit_vector([index]), rtol=1e-6)
-
-
-async def test_one_that_fails_ends_the_others():
-    all_run = asyncio.Event()
-
-    def script(request: GenerationRequest) -> Iterable[Step]:
-        if request.prompt_token_ids == [3]:
-            return [all_run, WorkerLostError("The worker died.")]
-        if request.prompt_token_ids == [3 + 7]:
-            all_run.set()
-        return [60.0] if request.prompt_token_ids[0] > 3 else embed(request)
-
-    async with run_gateway(answering(script)) as gateway:
-        status, body = await post(gateway, input=[[index] for index in range(30)])
-        assert status == 503 and body["error"]["code"] == "worker_lost"
-        # Three parts were answered, one failed and seven were in flight; the others were never sent.
-        assert len(gateway.generator.requests) == 3 + 1 + 7 and not gateway.generator.live
-        assert sum(generation.cancelled for generation in gateway.generator.generations) == 7
-        (room,) = gateway.generator.reservations
-        assert isinstance(room.outcome, WorkerLostError) and room.closed
 
 
 class Busy(FakeGenerator):
@@ -341,11 +242,3 @@ async def test_it_can_be_aborted_by_the_id_of_its_request():
         status, answer, _ = await running
         assert status == 400 and answer["error"]["code"] == "request_aborted"
         assert not gateway.generator.live and gateway.drain.num_in_flight == 0
-
-
-async def test_admission_limits_are_reported():
-    generator = FakeGenerator()
-    generator.submit_error = RateLimitError("busy", retry_after=3.0)
-    async with run_gateway(generator) as gateway:
-        status, _, headers = await gateway.post(PATH, {"model": MODEL, "input": "a"})
-        assert status == 429 and headers["Retry-After"] == "3"

@@ -12,7 +12,7 @@ from gateway import server
 from gateway.flow.events import TextDelta
 from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
 from tests.fakes.gateway_core import until
-from tests.fakes.http_gateway import parse_events, run_gateway
+from tests.fakes.http_gateway import run_gateway
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 REQUESTS = [
@@ -223,13 +223,3 @@ class FakeRequest:
     class sampling:
         logprobs = None
         prompt_logprobs = None
-
-
-async def test_a_stream_dribbled_to_the_client_byte_by_byte_is_the_same(gateway):
-    gateway.generator.script = spell("h\u20ac\U0001f600")
-    async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**BODY, "stream": True}) as response:
-        pieces = []
-        while piece := await response.content.read(1):
-            pieces.append(piece)
-    events = parse_events(b"".join(pieces))
-    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events[:-1]) == "h\u20ac\U0001f600"

@@ -201,16 +201,6 @@ async def test_tool_choices(gateway):
     assert "xyzzy" in gateway.generator.requests[-1].grammar
 
 
-async def test_many_tools_with_long_names(gateway):
-    """Several tool servers together give many tools, with long names of plugins."""
-    prefix = "mcp__plugin_chrome-devtools-mcp_chrome-devtools__get_console_messages_"
-    tools = [{**TOOL, "name": f"{prefix}{number:03}"} for number in range(300)]
-    choice = {"type": "tool", "name": tools[-1]["name"]}
-    status, body = await ask(gateway, tools=tools, tool_choice=choice)
-    assert status == 200, body
-    assert choice["name"] in gateway.generator.requests[-1].grammar
-
-
 async def test_the_former_place_of_the_format(gateway):
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {"xyzzy": {"type": "integer"}}}}
     assert (await ask(gateway, output_format=form))[0] == 200

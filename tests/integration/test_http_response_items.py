@@ -168,11 +168,6 @@ async def test_what_is_done_anyway_can_be_asked_for(calling):
     assert body["text"] == {"format": {"type": "text"}} and body["tools"][0]["defer_loading"] is False
 
 
-async def test_reasoning_is_packed_only_where_that_is_asked_for(gateway):
-    gateway.generator.script = lambda _: THINKING
-    assert "encrypted_content" not in (await create(gateway))[1]["output"][0]
-
-
 async def test_what_is_packed_is_kept_once(gateway):
     gateway.generator.script = lambda _: THINKING
     made = (await create(gateway, include=PACKED))[1]
@@ -329,9 +324,3 @@ async def test_unsupported_schemas_are_enforced_only_on_request(calling):
     assert [one["strict"] for one in body["tools"]] == [False, True]
     status, body = await create(calling, tools=[tool("f", looks_ahead, strict=True)])
     assert status == 400 and body["error"]["param"] == "tools[0].parameters"
-
-
-async def test_chat_keeps_its_default(calling):
-    function = {"name": "fits", "parameters": STRICT}
-    status, _, _ = await calling.chat(tools=[{"type": "function", "function": function}])
-    assert status == 200 and not calling.generator.requests[-1].grammar

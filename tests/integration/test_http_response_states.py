@@ -13,7 +13,6 @@ from gateway.flow.events import TextDelta
 from gateway.http.app_keys import SERVICES
 from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
-from shared.errors import WorkerLostError
 from tests.fakes.fake_generator import MODEL, SUPPORT
 from tests.fakes.http_gateway import Gateway, run_gateway
 from tests.integration.test_http_responses import TOOL, ask, create
@@ -96,13 +95,6 @@ async def test_a_response_deleted_while_streaming_is_not_stored(gateway):
     assert len(gateway.app[SERVICES].responses) == 0
 
 
-async def test_one_that_fails_is_kept_as_failed(gateway):
-    gateway.generator.script = lambda _: [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
-    async with gateway.session.post(gateway.url + "/v1/responses", json=BODY) as response:
-        made = (await read_until(response, "response.failed"))["response"]["id"]
-    assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[1]["error"]["message"] == "The worker died."
-
-
 @pytest.mark.parametrize(("method", "path"), [("POST", "/cancel"), ("DELETE", "")])
 @pytest.mark.parametrize("said", [0, 1])
 async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gateway, method, path, said):
@@ -153,15 +145,6 @@ async def test_a_background_stream_says_at_once_that_it_waits(gateway):
                 events.append(await next_event(response))
             assert [await next_event(again) for _ in events[2:]] == events[2:]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-
-
-async def test_a_background_stream_that_fails_before_its_first_token_ends_with_that(gateway):
-    gateway.generator.script = lambda _: [0.01, WorkerLostError("The worker died.")]
-    async with gateway.session.post(gateway.url + "/v1/responses", json={**BODY, "background": True}) as response:
-        events = [await next_event(response) for _ in range(3)]
-        assert await response.read() == b""
-    assert [event["type"].removeprefix("response.") for event in events] == ["created", "queued", "failed"]
-    assert events[-1]["response"]["error"]["message"] == "The worker died."
 
 
 async def test_deleting_leaves_nothing_in_the_stores(gateway):

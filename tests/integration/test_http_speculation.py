@@ -11,11 +11,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from shared.messages import DraftCounts, Submit, WorkerStats
 from shared.metrics import WorkerCollector
 from tests.fakes.chat_gateway import MODEL, ask, chat_gateway
-from tests.fakes.fake_generator import FakeEntry, FakeGenerator, FakeModels, facts, spell
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import running_core, until
 from tests.fakes.hermes import ids_of
-from tests.fakes.http_gateway import Gateway, parse_events, run_gateway
+from tests.fakes.http_gateway import Gateway, parse_events
 
 TEXT = "The rain in Spain."
 PREDICTION = {"prediction": {"type": "content", "content": "The rain in Rome."}}
@@ -72,12 +71,6 @@ async def test_a_choice_that_ends_at_a_stop_string_has_its_counts(tmp_path: Path
             assert await usage_of_stream(gateway, stop=stop) == body["usage"]
 
 
-async def test_without_drafts_there_are_none(tmp_path: Path) -> None:
-    async with chat_gateway(tmp_path, TEXT, reasoning_parser="none") as (gateway, _):
-        assert (await ask(gateway))["usage"]["completion_tokens_details"] == details(0, 0)
-        assert (await usage_of_stream(gateway))["completion_tokens_details"] == details(0, 0)
-
-
 @pytest.mark.parametrize("streams", [False, True])
 async def test_requests_as_the_worker_receives_them(tmp_path: Path, streams: bool) -> None:
     async with chat_gateway(tmp_path, TEXT, speculative_method="ngram") as (gateway, worker):
@@ -96,38 +89,6 @@ async def test_requests_as_the_worker_receives_them(tmp_path: Path, streams: boo
         assert predicted.token_ids == plain.token_ids
         parts = [{"type": "text", "text": text} for text in ("The rain", " in Rome.")]
         assert (await told(prediction={"type": "content", "content": parts})).prediction == predicted.prediction
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (PREDICTION, "prediction"),
-        ({"speculative": {"enabled": True}}, "speculative"),
-        ({"speculative": {"enabled": 1}}, "speculative.enabled"),
-        ({"speculative": False}, "speculative"),
-    ],
-)
-async def test_a_server_without_drafts_refuses_what_asks_for_them(gateway, fields: dict[str, Any], param: str) -> None:
-    for stream in (False, True):
-        status, body, _ = await gateway.chat(**fields, stream=stream)
-        assert status == 400 and body["error"]["param"] == param
-        status, body, _ = await gateway.complete(**fields, stream=stream)
-        assert status == 400 and body["error"]["param"] == param
-    assert not gateway.generator.requests
-    for send in (gateway.chat, gateway.complete):
-        assert (await send(speculative={"enabled": False}))[0] == 200
-        assert not gateway.generator.requests[-1].speculative
-
-
-async def test_a_prediction_that_is_longer_than_the_context() -> None:
-    models = FakeModels(FakeEntry(facts(speculative_method="draft_model")))
-    async with run_gateway(FakeGenerator(spell("x")), models) as gateway:
-        for size, status in ((4096, 200), (4097, 400), (100_000, 400)):
-            prediction = {"type": "content", "content": "a" * size}
-            got, body, _ = await gateway.chat(prediction=prediction, max_tokens=1)
-            assert got == status, body
-            assert status == 200 or body["error"]["param"] == "prediction"
-        assert [len(request.prediction) for request in gateway.generator.requests] == [4096]
 
 
 async def test_drafts_are_promised_where_all_workers_draft(tmp_path: Path) -> None:

@@ -232,10 +232,3 @@ def test_a_huge_text_is_refused_while_others_are_served(server, piece):
         slowest = max(slowest, time.monotonic() - began)
     asking.join()
     assert results == [400] and slowest < 10, "seconds, also on a machine that is busy with something else"
-
-
-def test_embeddings_of_prompts_are_refused(server):
-    """CVE-2025-62164, CVE-2026-56340, CVE-2025-62372, CVE-2026-55514"""
-    for path, fields in (("/v1/chat/completions", {"messages": USER}), ("/v1/completions", {"prompt": "hello"})):
-        status, body = server.post(path, **fields, prompt_embeds="AAAA")
-        assert status == 400 and body["error"]["param"] == "prompt_embeds"

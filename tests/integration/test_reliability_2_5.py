@@ -9,7 +9,7 @@ import aiohttp
 from tests.fakes.gateway_core import until
 from tests.fakes.prepared_server import MODEL, PreparedServer
 
-NUM_REQUESTS = 500
+NUM_REQUESTS = 100
 LIMIT = 8 + 24
 """Number of running and waiting requests."""
 
