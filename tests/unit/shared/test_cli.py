@@ -40,8 +40,6 @@ def test_unknown_commands_show_the_usage(argv, message, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--port", "x"], "--port: expected int"),
-        (["--pipeline-parallel-size", "2"], "only 1 is supported"),
         (["--runtime-dir", "/proc/nowhere"], "runtime_dir /proc/nowhere"),
         (["--host", "not a host", "--port", "0"], "--host not a host"),
     ],

@@ -27,35 +27,39 @@ def pipe():
     os.close(read)
 
 
-def read_lines(read, writer, write):
-    writer.flush(5.0)
-    os.set_blocking(read, False)
-    return os.read(read, 1 << 20).splitlines()
-
-
-def test_lines_are_json_with_the_fixed_fields(pipe):
+@pytest.fixture
+def logged(pipe):
+    """Return a function that configures logging, runs the given function and returns the lines."""
     read, write = pipe
-    writer = log.configure("info", "auto", fd=write, process="worker")
-    log.get_logger("engine").info("loaded", seconds=1.5, path=os)
-    log.get_logger("engine").debug("not shown")
-    (line,) = read_lines(read, writer, write)
+
+    def run(act, form="json", **options):
+        writer = log.configure("info", form, fd=write, **options)
+        act()
+        writer.flush(5.0)
+        os.set_blocking(read, False)
+        return os.read(read, 1 << 20).splitlines()
+
+    return run
+
+
+def test_lines_are_json_with_the_fixed_fields(logged):
+    def act():
+        log.get_logger("engine").info("loaded", seconds=1.5, path=os)
+        log.get_logger("engine").debug("not shown")
+
+    (line,) = logged(act, "auto", process="worker")
     event = json.loads(line)
     assert event["event"] == "loaded"
     assert (event["component"], event["process"], event["seconds"], event["level"]) == ("engine", "worker", 1.5, "info")
     assert "timestamp" in event
 
 
-def test_prompts_and_keys_are_blanked_in_both_roads(pipe):
-    read, write = pipe
-    writer = log.configure("info", "json", fd=write)
-    log.get_logger("x").info("e", **dict.fromkeys(log.PRIVATE_FIELDS, "sk-secret"))
-    (line,) = read_lines(read, writer, write)
+def test_prompts_and_keys_are_blanked(logged):
+    (line,) = logged(lambda: log.get_logger("x").info("e", **dict.fromkeys(log.PRIVATE_FIELDS, "sk-secret")))
     assert b"sk-secret" not in line
 
 
-def test_request_id_is_on_every_line_of_its_task_and_no_other(pipe):
-    read, write = pipe
-    writer = log.configure("info", "json", fd=write)
+def test_request_id_is_on_every_line_of_its_task_and_no_other(logged):
     logger = log.get_logger("x")
 
     async def handle(request_id: str) -> None:
@@ -67,38 +71,36 @@ def test_request_id_is_on_every_line_of_its_task_and_no_other(pipe):
         await asyncio.gather(handle("a"), handle("b"))
         logger.info("outside")
 
-    asyncio.run(main())
-    ids = [json.loads(line).get("request_id") for line in read_lines(read, writer, write)]
+    ids = [json.loads(line).get("request_id") for line in logged(lambda: asyncio.run(main()))]
     assert sorted(ids[:2]) == ["a", "b"]
     assert ids[2] is None
 
 
-def test_library_lines_and_tracebacks_come_along(pipe):
-    read, write = pipe
-    writer = log.configure("info", "json", fd=write)
-    try:
-        raise ValueError("why")
-    except ValueError:
-        logging.getLogger("aiohttp").exception("failed %s", "here")
-    (line,) = read_lines(read, writer, write)
+def test_lines_of_libraries_have_their_tracebacks(logged):
+    def act():
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logging.getLogger("aiohttp").exception("failed %s", "here")
+
+    (line,) = logged(act)
     event = json.loads(line)
     assert (event["event"], event["component"], event["level"]) == ("failed here", "aiohttp", "error")
     assert "ValueError: why" in event["exception"]
 
 
-def test_record_that_cannot_be_formatted_raises_nothing(pipe):
-    read, write = pipe
-    writer = log.configure("info", "json", fd=write)
-    logging.getLogger("x").warning("%d", "no number")
-    (line,) = read_lines(read, writer, write)
+def test_record_that_cannot_be_formatted_raises_nothing(logged):
+    (line,) = logged(lambda: logging.getLogger("x").warning("%d", "no number"))
     assert b"could not be formatted" in line
 
 
-def test_console_keeps_one_line_a_line(pipe):
-    read, write = pipe
-    writer = log.configure("info", "console", fd=write)
-    log.get_logger("x").info("e", user_agent="a\nlevel=error forged")
-    assert len(read_lines(read, writer, write)) == 1
+def test_console_keeps_one_line_a_line(logged):
+    assert len(logged(lambda: log.get_logger("x").info("e", user_agent="a\nlevel=error forged"), "console")) == 1
+
+
+def test_long_lines_are_cut(logged):
+    (line,) = logged(lambda: log.get_logger("x").info("y" * 100_000))
+    assert len(line) < 20_000
 
 
 def test_full_pipe_blocks_nobody_and_is_counted(pipe):
@@ -126,11 +128,3 @@ def test_closed_descriptor_is_counted_not_raised():
     writer.flush(5.0)
     assert writer.dropped == 1
     os.close(write)
-
-
-def test_long_lines_are_cut(pipe):
-    read, write = pipe
-    writer = log.configure("info", "json", fd=write)
-    log.get_logger("x").info("y" * 100_000)
-    (line,) = read_lines(read, writer, write)
-    assert len(line) < 20_000

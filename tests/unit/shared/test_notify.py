@@ -21,20 +21,20 @@ def receiver(tmp_path, monkeypatch):
         yield receiver
 
 
-def test_messages(receiver):
-    assert notify.ready("serving on port 8000")
-    assert receiver.recv(1000) == b"READY=1\nSTATUS=serving on port 8000"
-    assert notify.stopping("drains")
-    assert receiver.recv(1000) == b"STOPPING=1\nSTATUS=drains"
-    assert notify.extend_timeout(2.5, "loading")
-    assert receiver.recv(1000) == b"EXTEND_TIMEOUT_USEC=2500000\nSTATUS=loading"
-    assert notify.watchdog()
-    assert receiver.recv(1000) == b"WATCHDOG=1"
-
-
-def test_line_breaks_make_no_second_assignment(receiver):
-    notify.notify(STATUS="a\nREADY=1")
-    assert receiver.recv(1000) == b"STATUS=a READY=1"
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: notify.ready("serving on port 8000"), b"READY=1\nSTATUS=serving on port 8000"),
+        (lambda: notify.stopping("drains"), b"STOPPING=1\nSTATUS=drains"),
+        (lambda: notify.extend_timeout(2.5, "loading"), b"EXTEND_TIMEOUT_USEC=2500000\nSTATUS=loading"),
+        (notify.watchdog, b"WATCHDOG=1"),
+        # A line break makes no second assignment.
+        (lambda: notify.notify(STATUS="a\nREADY=1"), b"STATUS=a READY=1"),
+    ],
+)
+def test_messages(receiver, call, message):
+    assert call()
+    assert receiver.recv(1000) == message
 
 
 def test_abstract_address(monkeypatch):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shared import config, supervisor
@@ -103,7 +104,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             patience = stop_seconds.get(name, 2 * PATIENCE_SECONDS)
             specs.append(ChildSpec(name, argv, env, 0 if name.startswith("gateway") else 1, patience))
         process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RUNNER), str(tmp_path), _encode(specs)],
+            [sys.executable, "-c", textwrap.dedent(RUNNER), str(tmp_path), msgspec.json.encode(specs).decode()],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -118,34 +119,21 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             running.process.wait()
 
 
-def _encode(specs: list[ChildSpec]) -> str:
-    import msgspec
-
-    return msgspec.json.encode(specs).decode()
-
-
 def _is_alive(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
-def test_sigterm_stops_the_gateway_first_and_ends_with_0(run, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_the_gateway_first_and_ends_with_0(run, tmp_path, number):
     running = run(gateway=KEEP_RUNNING, worker=KEEP_RUNNING)
     running.wait_for(lambda: running.pids("gateway") and running.pids("worker"))
-    running.process.send_signal(signal.SIGTERM)
+    running.process.send_signal(number)
     assert running.process.wait(PATIENCE_SECONDS) == 0
     ends = [line for line in running.lines() if "start" not in line]
     assert ends == ["gateway terminated", "gateway end", "worker terminated", "worker end"]
     assert not list(tmp_path.glob("*.sock"))
-
-
-def test_sigint_is_an_orderly_stop_too(run):
-    running = run(gateway=KEEP_RUNNING)
-    running.wait_for(lambda: running.pids("gateway"))
-    running.process.send_signal(signal.SIGINT)
-    assert running.process.wait(PATIENCE_SECONDS) == 0
-    assert "gateway end" in running.lines()
 
 
 def test_second_sigterm_kills(run):
@@ -185,30 +173,26 @@ def test_child_that_dies_at_every_start_is_tried_again(run):
     assert running.process.wait(PATIENCE_SECONDS) == 0
 
 
-def test_configuration_error_at_the_first_start_ends_everything_with_1(run):
-    running = run(gateway=KEEP_RUNNING, worker=REFUSE)
+@pytest.mark.parametrize(
+    "children",
+    [
+        {"gateway": KEEP_RUNNING, "worker": REFUSE},
+        {"worker": REFUSE_WITH_LINES},  # what a reason quotes is no message of its own
+        {"gateway": READY_THEN_REFUSE, "worker": KEEP_RUNNING},
+    ],
+)
+def test_a_configuration_error_ends_everything_with_1(run, children):
+    running = run(**children)
     assert running.process.wait(PATIENCE_SECONDS) == 1
-    assert len(running.pids("worker")) == 1
-    assert not any(_is_alive(pid) for pid in running.pids("gateway"))
-
-
-def test_what_a_reason_quotes_does_not_count_as_a_message_of_its_own(run):
-    running = run(worker=REFUSE_WITH_LINES)
-    assert running.process.wait(PATIENCE_SECONDS) == 1
-    assert len(running.pids("worker")) == 1
+    refusing = next(name for name, body in children.items() if body is not KEEP_RUNNING)
+    assert len(running.pids(refusing)) == 1
+    assert not any(_is_alive(pid) for name in children for pid in running.pids(name))
 
 
 def test_exit_code_1_after_being_ready_is_a_crash_like_any_other(run):
     running = run(worker=READY_THEN_1)
     running.wait_for(lambda: len(running.pids("worker")) >= 2)
     assert running.process.poll() is None
-
-
-def test_what_a_gateway_refuses_once_it_is_up_ends_everything_with_1(run):
-    running = run(gateway=READY_THEN_REFUSE, worker=KEEP_RUNNING)
-    assert running.process.wait(PATIENCE_SECONDS) == 1
-    assert len(running.pids("gateway")) == 1
-    assert not any(_is_alive(pid) for pid in running.pids("worker"))
 
 
 def test_kill_9_of_the_supervisor_ends_its_children(run):
@@ -265,12 +249,6 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "serve.lock").mkdir()
     with pytest.raises(ConfigurationError, match="cannot be written to: Is a directory"), supervisor._lock(tmp_path):
         pytest.fail("there is no lock")
-
-
-def test_second_supervisor_in_the_same_directory_is_refused(tmp_path):
-    with supervisor._lock(tmp_path), pytest.raises(ConfigurationError, match="another pelton serve"):
-        with supervisor._lock(tmp_path):
-            pytest.fail("the lock was given twice")
 
 
 class _GatewayHandler(http.server.BaseHTTPRequestHandler):
