@@ -12,7 +12,8 @@ from typing import Any
 
 from gateway.api.common.logprobs import TokenBytes, TokenNames, prompt_logprobs
 from gateway.http.errors import dump_json
-from gateway.http.sse import DONE, LARGE_REPORT, data_event
+from gateway.http.sse import DONE, LARGE_REPORT, data_event, failure
+from shared.errors import PeltonError
 from shared.messages import TokenLogprobs, WorkerFacts
 
 
@@ -143,8 +144,8 @@ def _fingerprint(*parts: str) -> str:
     return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-class ChunkFrame:
-    """JSON around the content of each chunk, encoded once for each choice instead of for each token.
+class ChunkEncoder:
+    """Base of the encoders of chunks. JSON around the content is encoded once for each choice, not for each token.
 
     A chunk is `head(index)`, the content, and `tail`.
 
@@ -188,3 +189,7 @@ class ChunkFrame:
         if not self._envelope.include_usage:
             return DONE
         return data_event({**self._fields, "choices": [], "usage": self._tally.usage()}) + DONE
+
+    def failed(self, error: PeltonError) -> bytes:
+        """Return the error event and the end marker."""
+        return failure(error)

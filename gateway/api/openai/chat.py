@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from gateway.api.common.envelope import ChunkFrame, Detail, Envelope, Tally, shaped_prompt_logprobs
+from gateway.api.common.envelope import ChunkEncoder, Detail, Envelope, Tally, shaped_prompt_logprobs
 from gateway.api.common.fan_in import open_events
 from gateway.api.common.fields import ChatFields, parse_fields
 from gateway.api.common.logprobs import chat_logprobs
@@ -17,9 +17,7 @@ from gateway.api.common.resumable import stream
 from gateway.flow.events import TextDelta
 from gateway.http.body import read_json
 from gateway.http.errors import cached_json, dump_json, json_response
-from gateway.http.sse import failure
 from gateway.text.message_parser import ToolCallDelta
-from shared.errors import PeltonError
 from shared.messages import TokenLogprobs
 
 _PLAIN = b'},"logprobs":null,"finish_reason":null}]'
@@ -36,7 +34,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return json_response(await whole_chat_response(envelope, prepared.options.n, events, events.tally, detail))
 
 
-class ChatChunks:
+class ChatChunks(ChunkEncoder):
     """Encoder of events as `chat.completion.chunk`s.
 
     Everything around the delta is encoded once for each choice: a token costs one string encoding and two
@@ -48,18 +46,18 @@ class ChatChunks:
         detail: Settings on what the chunks report besides text.
     """
 
-    __slots__ = ("_detail", "_frame", "_only_text", "_prompt_shown")
+    __slots__ = ("_detail", "_only_text", "_prompt_shown")
 
     def __init__(self, envelope: Envelope, tally: Tally, detail: Detail) -> None:
-        self._frame = ChunkFrame(envelope, tally, kind="chat.completion.chunk", opening=b'"delta":{')
+        super().__init__(envelope, tally, kind="chat.completion.chunk", opening=b'"delta":{')
         self._detail = detail
         self._only_text = not detail.token_ids and detail.logprobs is None
         self._prompt_shown = not detail.token_ids
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """Return the chunks of one event; empty if it has nothing to show yet."""
-        has_head = index in self._frame.heads
-        head, tail = self._frame.head(index), self._frame.tail
+        has_head = index in self.heads
+        head, tail = self.head(index), self.tail
         is_plain = self._only_text and delta.finish_reason is None and not delta.reasoning and not delta.tool_calls
         if has_head and delta.text and is_plain:  # most tokens of most streams
             return b"".join((head, b'"content":', dump_json(delta.text), _PLAIN, tail))
@@ -94,14 +92,6 @@ class ChatChunks:
             return b""
         self._prompt_shown = True
         return b',"prompt_token_ids":' + dump_json(self._detail.prompts[0])
-
-    def end(self) -> bytes:
-        """Return the usage chunk, if the request asks for it, and the end marker."""
-        return self._frame.end()
-
-    def failed(self, error: PeltonError) -> bytes:
-        """Return the error event and the end marker."""
-        return failure(error)
 
 
 def reasoning_delta(text: str) -> bytes:

@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.common.envelope import ChunkFrame, Detail, Envelope, Tally, shaped_prompt_logprobs
+from gateway.api.common.envelope import ChunkEncoder, Detail, Envelope, Tally, shaped_prompt_logprobs
 from gateway.api.common.logprobs import CompletionLogprobs
 from gateway.flow.events import TextDelta
 from gateway.http.errors import dump_json
-from gateway.http.sse import failure, is_large
-from shared.errors import PeltonError
+from gateway.http.sse import is_large
 from shared.messages import TokenLogprobs
 
 _PLAIN = b',"logprobs":null,"finish_reason":null}]'
@@ -97,7 +96,7 @@ class Choices:
         return {"prompt_logprobs": await shaped_prompt_logprobs(entries, wanted, self._detail)}
 
 
-class CompletionChunks:
+class CompletionChunks(ChunkEncoder):
     """Encoder of events as streamed `text_completion`s.
 
     Args:
@@ -106,40 +105,32 @@ class CompletionChunks:
         choices: Content of the choices.
     """
 
-    __slots__ = ("_choices", "_frame", "_only_text")
+    __slots__ = ("_choices", "_only_text")
 
     def __init__(self, envelope: Envelope, tally: Tally, choices: Choices) -> None:
-        self._frame = ChunkFrame(envelope, tally, kind="text_completion", opening=b'"text":')
+        super().__init__(envelope, tally, kind="text_completion", opening=b'"text":')
         self._choices = choices
         self._only_text = choices.only_text
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """Return the chunk of one event; empty if it has nothing to show yet."""
         text = delta.text
-        if self._only_text and delta.finish_reason is None and (head := self._frame.heads.get(index)):
+        if self._only_text and delta.finish_reason is None and (head := self.heads.get(index)):
             # Most tokens of most streams; the first chunk of a choice shows what the prompt adds.
-            return b"".join((head, dump_json(text), _PLAIN, self._frame.tail)) if text else b""
+            return b"".join((head, dump_json(text), _PLAIN, self.tail)) if text else b""
         shown = self._choices.show(index, prompt_index, delta)
         text, logprobs = shown.text, shown.logprobs
         has_ids = bool(shown.token_ids) or shown.prompt_token_ids is not None
         if not text and delta.finish_reason is None and not has_ids and not (logprobs and logprobs["tokens"]):
             return b""
-        head = self._frame.head(index)
+        head = self.head(index)
         if logprobs is None and delta.finish_reason is None and not has_ids:
-            return head + dump_json(text) + _PLAIN + self._frame.tail
+            return head + dump_json(text) + _PLAIN + self.tail
         rest = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **_id_fields(shown)}
         if delta.finish_reason is not None:
             rest["stop_reason"] = delta.stop_reason
         # The other fields follow the text, so the opening brace is cut off.
-        return head + dump_json(text) + b"," + dump_json(rest)[1:] + b"]" + self._frame.tail
-
-    def end(self) -> bytes:
-        """Return the usage chunk, if the request asks for it, and the end marker."""
-        return self._frame.end()
-
-    def failed(self, error: PeltonError) -> bytes:
-        """Return the error event and the end marker."""
-        return failure(error)
+        return head + dump_json(text) + b"," + dump_json(rest)[1:] + b"]" + self.tail
 
 
 async def whole_completion_response(
