@@ -7,7 +7,7 @@ import math
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from shared.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from shared.messages import MAX_CHOICES, Finish, FinishReason, Submit, TokenLogprobs
+from shared.messages import MAX_CHOICES, Finish, FinishReason, Output, Submit, TokenLogprobs
 from shared.sampling_params import SamplingParams
 from worker.drafting.speculation import Speculation
 from worker.kv.manager import SequencePages
@@ -148,6 +148,36 @@ class Request:
         if self.constraint is not None and self.num_pending >= self.constraint.num_free:
             return True
         return self.speculation is not None and self.speculation.is_promising
+
+    def add_prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        """Add the part of the report on the prompt that one chunk gave; nothing predicts the first token."""
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None, 0, [], []))
+        self.prompt_logprobs += entries
+
+    def output(
+        self,
+        token_ids: list[int],
+        finish: Finish | None,
+        logprobs: list[TokenLogprobs] | None,
+        embedding: bytes | None = None,
+    ) -> Output:
+        """Return the next message to the client's gateway.
+
+        The first one carries the number of cached tokens, and the first one after its completion the report on the
+        prompt. All carry counts of drafts, because a stop string ends a choice in the gateway.
+        """
+        cached = prompt_logprobs = None
+        if not self.reported_cached_tokens:
+            self.reported_cached_tokens = True
+            cached = self.num_cached_tokens
+        if self.wants_prompt_logprobs and len(self.prompt_logprobs) >= self.num_prompt_tokens:
+            prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+            self.wants_prompt_logprobs = False
+        drafts = None if self.speculation is None else self.speculation.draft_counts
+        return Output(
+            self.request_id, self.choice, token_ids, finish, logprobs, cached, prompt_logprobs, drafts, embedding
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
-from shared.errors import ConfigurationError, InvalidRequestError, PeltonError
+from shared.errors import ConfigurationError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
-from worker.drafting.speculation import Speculation
 from worker.kv.manager import KVManager
 from worker.plan import NOTHING_LEFT, SampledToken, ScheduledTokens, StepPlan, StepResult
-from worker.requests.constraint import Constraint, Constraints, nothing_left
+from worker.requests.constraint import Constraints, nothing_left
 from worker.requests.embedding import Embedding
 from worker.requests.request import FINISH_EMBEDDED, FINISH_LENGTH, Request, Status, check_length, finish_after
 from worker.scheduler.budget import StepBudget
-from worker.scheduler.output_queue import OutputQueue
 from worker.scheduler.plan_builder import PlannedStep
 from worker.scheduler.planner import Planner
 from worker.scheduler.policy import DeadlineQueue
@@ -91,12 +89,12 @@ class Scheduler:
             speculator=self._speculator,
         )
         self._clock = clock
-        self._constraints = constraints
+        self._constraints = constraints or Constraints(None, vocab_size=0, eos_token_ids=config.eos_token_ids)
         self._eos = frozenset(config.eos_token_ids)
         self._live: dict[tuple[bytes, str], dict[int, Request]] = {}
         self._deadlines = DeadlineQueue()
         self._in_flight: deque[PlannedStep] = deque()
-        self._outputs = OutputQueue()
+        self._outputs: list[tuple[bytes, Output]] = []
         self._num_arrived = 0
 
     def add(self, submit: Submit, owner: bytes = b"") -> None:
@@ -109,7 +107,7 @@ class Scheduler:
         choices = range(submit.choice, submit.choice + submit.num_choices)
         if self.is_live(submit.request_id, choices, owner):
             raise PeltonError(f"request {submit.request_id} is already running")
-        constraints = self._open_constraints(submit)
+        constraints = [None] if submit.pooling is not None else self._constraints.open(submit)
         leader: Request | None = None
         for choice, constraint in zip(choices, constraints, strict=True):
             request = Request(
@@ -122,7 +120,8 @@ class Scheduler:
                 pages=self.kv.open(submit.salt),
                 constraint=constraint,
             )
-            request.speculation = self._open_speculation(submit, request)
+            if self._speculator is not None:
+                request.speculation = self._speculator.open(submit, request.token_ids)
             self._num_arrived += 1
             self._live.setdefault((owner, submit.request_id), {})[choice] = request
             if request.num_tokens >= request.max_num_tokens:
@@ -134,20 +133,6 @@ class Scheduler:
                 self._deadlines.add(request, request.deadline)
             self._planner.enqueue(request, leader)
             leader = leader or request
-
-    def _open_speculation(self, submit: Submit, request: Request) -> Speculation | None:
-        if self._speculator is None or submit.pooling is not None:
-            return None
-        return self._speculator.open(submit, request.token_ids)
-
-    def _open_constraints(self, submit: Submit) -> list[Constraint | None]:
-        if submit.pooling is not None:
-            return [None]
-        if self._constraints is not None:
-            return self._constraints.open(submit)
-        if submit.grammar or submit.sampling.thinking is not None:
-            raise InvalidRequestError("this worker does not support grammars and reasoning budgets")
-        return [None] * submit.num_choices
 
     def is_live(self, request_id: str, choices: range, owner: bytes) -> bool:
         """Return True if any of the choices is live; an answer with its id would end another request's stream."""
@@ -164,7 +149,7 @@ class Scheduler:
         gone = [request for (who, _), live in self._live.items() if who == owner for request in live.values()]
         for request in gone:
             self._finish(request, Finish(FinishReason.ABORT))
-        self._outputs.drop_owner(owner)
+        self._outputs = [item for item in self._outputs if item[0] != owner]
         return len(gone)
 
     def fail_all(self, message: str, code: str) -> None:
@@ -174,7 +159,8 @@ class Scheduler:
 
     def take_outputs(self) -> list[tuple[bytes, Output]]:
         """Return the outputs since the last call as (owner, Output), in order."""
-        return self._outputs.take()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
@@ -184,8 +170,8 @@ class Scheduler:
         if planned is None:
             return None
         self._in_flight.append(planned)
-        if planned.masked and self._constraints is not None:
-            self._mask(planned, self._constraints)
+        if planned.masked:
+            self._mask(planned)
         self.counters.engine_steps_total += 1
         self.counters.step_tokens_total += planned.plan.num_tokens
         return planned.plan
@@ -202,11 +188,12 @@ class Scheduler:
                 if request.constraint is not None and request.constraint.finish is not None:
                     self._finish(request, request.constraint.finish)
 
-    def _mask(self, planned: PlannedStep, constraints: Constraints) -> None:
+    def _mask(self, planned: PlannedStep) -> None:
         """Compute the masks of a plan's rows.
 
         A request without an allowed token ends now; its row computes a result that is ignored.
         """
+        constraints = self._constraints
         for (request, drafts), masks in zip(planned.masked, constraints.masks(planned.masked), strict=True):
             if isinstance(masks, Finish):
                 self._finish(request, masks)
@@ -224,7 +211,9 @@ class Scheduler:
             result: Its result.
             milliseconds: Duration of the step, for the cost table; None if it was not measured.
         """
-        planned = self._pop_planned(plan)
+        planned = self._in_flight.popleft()
+        if planned.plan is not plan:
+            raise RuntimeError(f"step {plan.step} came back before step {planned.plan.step}")
         if plan.drafting:
             self._take_drafted(planned, result, milliseconds)
             return
@@ -245,7 +234,7 @@ class Scheduler:
                 self.counters.discarded_tokens_total += tokens is not None
                 continue
             if item.prompt_logprobs is not None:
-                self._outputs.collect_prompt_logprobs(request, result.prompt_logprobs.get(item.row, []))
+                request.add_prompt_logprobs(result.prompt_logprobs.get(item.row, []))
             if tokens is not None:
                 self._append(request, item, tokens)
             elif request.embedding is not None:
@@ -253,12 +242,6 @@ class Scheduler:
             else:
                 self.kv.commit(request.pages, request.token_ids, item.start + item.count)
         self.counters.prefix_cache_evictions_total = self.kv.num_evictions
-
-    def _pop_planned(self, plan: StepPlan) -> PlannedStep:
-        planned = self._in_flight.popleft()
-        if planned.plan is not plan:
-            raise RuntimeError(f"step {plan.step} came back before step {planned.plan.step}")
-        return planned
 
     def _append(self, request: Request, item: ScheduledTokens, tokens: list[SampledToken]) -> None:
         """Append a sampled token and, with drafts, those after it up to the first that differs from its draft.
@@ -276,7 +259,9 @@ class Scheduler:
             token_id = token.token_id
             if token_id < 0:
                 if not drafts or token_id == NOTHING_LEFT:
-                    finish, distrust = self._failure(request, token_id)
+                    distrust = token_id != NOTHING_LEFT
+                    rules = "the request's rules for tokens"
+                    finish = self._not_finite("logits") if distrust else nothing_left(request.sampling, rules)
                 elif request.speculation is not None:
                     # Drafts with non-finite values show even where their weight is zero: the row is computed again
                     # without.
@@ -300,7 +285,7 @@ class Scheduler:
         if finish is not None:
             self._finish(request, finish, token_ids, logprobs, distrust=distrust)
         elif token_ids:
-            self._outputs.put(request, token_ids, None, logprobs)
+            self._outputs.append((request.owner, request.output(token_ids, None, logprobs)))
 
     def _pool(self, request: Request, embedding: Embedding, item: ScheduledTokens, pooled: dict[int, bytes]) -> None:
         """Add a chunk's result to an embedding. With its last token the embedding is complete and the request ends."""
@@ -313,12 +298,6 @@ class Scheduler:
             self.kv.commit(request.pages, request.token_ids, end)
         if end == len(request.token_ids):
             self._finish(request, FINISH_EMBEDDED, embedding=embedding.vector())
-
-    def _failure(self, request: Request, token_id: int) -> tuple[Finish, bool]:
-        """Return how a request ends without a sampled token, and whether its pages are not to be trusted."""
-        if token_id == NOTHING_LEFT:
-            return nothing_left(request.sampling, "the request's rules for tokens"), False
-        return self._not_finite("logits"), True
 
     def _not_finite(self, what: str) -> Finish:
         self.counters.invalid_logits_total += 1
@@ -364,7 +343,7 @@ class Scheduler:
         del self._live[key][request.choice]
         if not self._live[key]:
             del self._live[key]
-        self._outputs.put(request, token_ids or [], finish, logprobs, embedding)
+        self._outputs.append((request.owner, request.output(token_ids or [], finish, logprobs, embedding)))
 
     @property
     def num_running(self) -> int:

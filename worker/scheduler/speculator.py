@@ -90,7 +90,8 @@ class Speculator:
             submit: The request.
             token_ids: Prompt and output, which grows.
         """
-        if not submit.speculative or submit.sampling.mirostat or submit.sampling.max_tokens < 2:
+        sampling = submit.sampling
+        if not submit.speculative or submit.pooling or sampling.mirostat or sampling.max_tokens < 2:
             return None
         return Speculation(
             token_ids,

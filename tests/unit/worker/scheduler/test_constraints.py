@@ -329,10 +329,6 @@ def test_rejected_token_fails_only_its_request():
 
 def test_grammar_request_is_refused_when_grammars_are_disabled():
     harness = Harness()
-    for sampling in ({}, {"thinking": ThinkingBudget(max_tokens=1, start_ids=(5,), end_ids=(6,))}):
-        with pytest.raises(InvalidRequestError):
-            harness.add(make_submit("a", PROMPT, grammar="" if sampling else NINE, sampling=sampling))
-    harness = Harness(constraints=Constraints(None, vocab_size=VOCAB_SIZE, eos_token_ids=()))
     with pytest.raises(InvalidRequestError, match="grammars"):
         harness.add(make_submit("a", PROMPT, grammar=NINE))
     assert not harness.scheduler.has_requests
