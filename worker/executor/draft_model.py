@@ -17,8 +17,7 @@ from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 from kernels.ops.step_inputs.inputs import TEMPERATURE
 from worker.executor.device import Device
 from worker.executor.executor import EnqueuedStep
-from worker.executor.graphs import DecodeGraphs, Size
-from worker.executor.model_runner import Model, ModelRunner, PageStorage
+from worker.executor.model_runner import GraphRunner, Model, ModelRunner, PageStorage
 from worker.executor.pending_step import Arrival
 from worker.executor.request_rows import RequestRows
 from worker.model.forward_batch import ForwardBatch
@@ -30,7 +29,7 @@ _CHANGES_LOGITS = Needs.ADJUST | Needs.PENALTY | Needs.EXTENDED | Needs.DRY | Ne
 """Features with which the sampler modifies the logits."""
 
 
-class DraftModel:
+class DraftModel(GraphRunner):
     """Runner of the draft model. Block tables and page copies of a plan must be applied before.
 
     Proposals are sampled like the target's tokens, with the row's parameters and the noise of the position, so a draft
@@ -61,18 +60,11 @@ class DraftModel:
         max_len: int,
         graphs: bool = True,
     ) -> None:
+        super().__init__(model, kv, rows, sampler, device, graphs=graphs)
         self.max_len = max_len
-        self._model = model
-        self._kv = kv
-        self._rows = rows
-        self._sampler = sampler
-        self._device = device
         self._vocab_size = vocab_size
         self._draft_vocab_size = draft_vocab_size
         self._indices = torch.arange(rows.max_num_seqs, device=device.torch_device)
-        self._graphs: DecodeGraphs[torch.Tensor] | None = None
-        if graphs and device.captures:
-            self._graphs = DecodeGraphs(device, self._compute, rows.clear_inputs, max_num_seqs=rows.max_num_seqs)
 
     @torch.inference_mode()
     def launch(self, step: int, drafting: Sequence[DraftedRow]) -> PendingDrafts:
@@ -103,7 +95,7 @@ class DraftModel:
         """Capture one more graph while the worker is idle. Return False if none is left."""
         return self._graphs is not None and self._graphs.capture_next()
 
-    def _pass(self, step: int, items: list[ScheduledTokens], size: Size | None, num_proposed: int) -> Arrival:
+    def _pass(self, step: int, items: list[ScheduledTokens], size: int | None, num_proposed: int) -> Arrival:
         """Compute tokens of the rows and sample one more for those that need it, after `num_proposed` proposals."""
         staged = self._rows.stage(StepPlan(step=step, scheduled=items), size)
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
@@ -124,22 +116,19 @@ class DraftModel:
         self._rows.hold(passed)
         return passed
 
-    def _choose_graphs(self, wanted: list[list[ScheduledTokens]]) -> list[Size | None]:
+    def _choose_graphs(self, wanted: list[list[ScheduledTokens]]) -> list[int | None]:
         """Return the graph size of each pass. Capture before the first pass, and request each size once."""
         graphs = self._graphs
         if graphs is None:
             return [None] * len(wanted)
         decodes = [all(item.count == 1 and item.sample for item in items) for items in wanted]
-        chosen = {num: graphs.choose(num, 1) for num in {len(items) for items, fits in zip(wanted, decodes) if fits}}
+        chosen = {num: graphs.choose(num) for num in {len(items) for items, fits in zip(wanted, decodes) if fits}}
         return [chosen[len(items)] if fits else None for items, fits in zip(wanted, decodes)]
-
-    def _compute(self, size: Size) -> torch.Tensor:
-        return self._hidden_states(self._rows.graph_batch(size))
 
     def _hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         if self._draft_vocab_size < self._vocab_size:
             batch = replace(batch, input_ids=batch.input_ids.clamp(max=self._draft_vocab_size - 1))
-        return self._model.hidden_states(batch, self._kv)
+        return super()._hidden_states(batch)
 
     def _propose(self, hidden: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample from [S, hidden] states and append to the rows.

@@ -35,21 +35,14 @@ _MAX_SAMPLER_GRAPHS = 128
 _CAPTURED_NEEDS = Needs.NOISE | Needs.FILTER
 
 
-class Size(NamedTuple):
-    """Shape of a captured step: `num_requests` requests of `tokens_each` tokens."""
-
-    num_requests: int
-    tokens_each: int
-
-
 class SamplerKey(NamedTuple):
-    """Key of a sampler graph: size of its decode step, and the sampling features of all rows combined."""
+    """Key of a sampler graph: number of requests, and the sampling features of all rows combined."""
 
-    size: Size
+    size: int
     needs: Needs
 
 
-K = TypeVar("K", bound=Size | SamplerKey)
+K = TypeVar("K", bound=int | SamplerKey)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -94,7 +87,7 @@ class _CapturedGraphs(Generic[K, T]):
         if not wanted:
             return False
         key = max(wanted, key=lambda key: self._requested[key])
-        num_requests = (key if isinstance(key, Size) else key.size).num_requests
+        num_requests = key if isinstance(key, int) else key.size
         self._clear()
         try:
             self._graphs[key] = self._device.capture(lambda: self._compute(key))
@@ -114,71 +107,56 @@ class _CapturedGraphs(Generic[K, T]):
         return True
 
 
-class DecodeGraphs(_CapturedGraphs[Size, T]):
-    """Decode graphs of one rank.
+class DecodeGraphs(_CapturedGraphs[int, T]):
+    """Decode graphs of one rank, by their number of requests. Each request computes one token.
 
     Args:
         device: Device that captures.
         compute: Enqueues the model for a step of this size.
         clear: Makes all requests in the static buffers padding.
         max_num_seqs: Number of requests of the largest step.
-        max_tokens_each: Maximum number of tokens per request (one, and its drafts) for which steps are captured.
     """
 
     def __init__(
-        self,
-        device: Device,
-        compute: Callable[[Size], T],
-        clear: Callable[[], None],
-        *,
-        max_num_seqs: int,
-        max_tokens_each: int = 1,
+        self, device: Device, compute: Callable[[int], T], clear: Callable[[], None], *, max_num_seqs: int
     ) -> None:
         super().__init__(device, compute, clear)
         self._sizes = graph_sizes(max_num_seqs)
-        self._max_tokens_each = max_tokens_each
 
-    def choose(self, num_requests: int, tokens_each: int) -> Size | None:
+    def choose(self, num_requests: int) -> int | None:
         """Return the graph size for a step, or None to run it eagerly.
 
         Call this before the inputs of the step are written: it may capture a graph, which changes the static buffers.
         """
         if self._full and not self._graphs:
             return None
-        if not 0 < tokens_each <= self._max_tokens_each or not 0 < num_requests <= self._sizes[-1]:
+        if not 0 < num_requests <= self._sizes[-1]:
             return None
-        wanted = Size(next(size for size in self._sizes if size >= num_requests), tokens_each)
+        wanted = next(size for size in self._sizes if size >= num_requests)
         if wanted not in self._graphs:
             self._capture_most_requested(list(self._requested), _REQUESTS_BEFORE_CAPTURE)
             self._requested[wanted] += 1
-        usable = [
-            size
-            for size in self._graphs
-            if size.tokens_each == tokens_each
-            and num_requests <= size.num_requests <= wanted.num_requests * _MAX_PADDING
-        ]
-        return min(usable, default=None)
+        return min((size for size in self._graphs if num_requests <= size <= wanted * _MAX_PADDING), default=None)
 
-    def replay(self, size: Size) -> T:
+    def replay(self, size: int) -> T:
         """Enqueue a graph returned by `choose` on the current contents of the static buffers."""
         return self._graphs[size].replay()
 
-    def outputs(self, size: Size) -> T:
+    def outputs(self, size: int) -> T:
         """Return the output tensors of a graph returned by `choose`."""
         return self._graphs[size].outputs
 
     def capture_next(self) -> bool:
         """Capture one more graph while the worker is idle. Return False if no further graph can be captured."""
-        tokens_each = sorted({1, *(size.tokens_each for size in self._requested)})
-        return self._capture_most_requested(Size(num, each) for each in tokens_each for num in self._sizes)
+        return self._capture_most_requested(self._sizes)
 
 
 class SamplerGraphs(_CapturedGraphs[SamplerKey, torch.Tensor]):
     """Graphs of head, sampler and append of one rank. All ranks request the same graphs in the same order."""
 
-    def choose(self, size: Size, sampled: SampledRows) -> Graph[torch.Tensor] | None:
+    def choose(self, size: int, sampled: SampledRows) -> Graph[torch.Tensor] | None:
         """Return the graph that follows a replayed decode graph, or None to run the sampler eagerly."""
-        if size.tokens_each != 1 or sampled.needs & ~_CAPTURED_NEEDS or sampled.mask is not None:
+        if sampled.needs & ~_CAPTURED_NEEDS or sampled.mask is not None:
             return None
         key = SamplerKey(size, Needs(sampled.needs))
         graph = self._graphs.get(key)

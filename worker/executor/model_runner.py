@@ -14,7 +14,7 @@ import torch
 
 from kernels.ops.attention.cascade import CascadeWork
 from worker.executor.device import Device
-from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey, Size
+from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey
 from worker.executor.pending_step import PendingStep, PooledSums, PromptReport
 from worker.executor.request_rows import PooledTokens, PromptChunk, RequestRows, StagedStep
 from worker.executor.shared_prefixes import SharedPrefixes
@@ -44,8 +44,8 @@ class PageStorage(Protocol):
         """Copy pages."""
 
 
-class ModelRunner:
-    """Runner of the target model. Every rank of a group executes the same plans and samples the same ids.
+class GraphRunner:
+    """State that the runners of both models have, and the graphs of their decode steps.
 
     Args:
         model: Decoder.
@@ -54,7 +54,27 @@ class ModelRunner:
         sampler: Sampler on the rows.
         device: Device of the model.
         graphs: Capture decode steps if the device can.
-        max_tokens_each: Maximum number of tokens per request of captured steps.
+    """
+
+    def __init__(
+        self, model: Model, kv: PageStorage, rows: RequestRows, sampler: Sampler, device: Device, *, graphs: bool = True
+    ) -> None:
+        self._model, self._kv, self._rows, self._sampler, self._device = model, kv, rows, sampler, device
+        self._graphs: DecodeGraphs[torch.Tensor] | None = None
+        if graphs and device.captures:
+            self._graphs = DecodeGraphs(device, self._compute, rows.clear_inputs, max_num_seqs=rows.max_num_seqs)
+
+    def _compute(self, size: int) -> torch.Tensor:
+        return self._hidden_states(self._rows.graph_batch(size))
+
+    def _hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._model.hidden_states(batch, self._kv)
+
+
+class ModelRunner(GraphRunner):
+    """Runner of the target model. Every rank of a group executes the same plans and samples the same ids.
+
+    Args:
         prefixes: Detector of shared prefixes in decode steps; None to disable.
     """
 
@@ -67,35 +87,21 @@ class ModelRunner:
         device: Device,
         *,
         graphs: bool = True,
-        max_tokens_each: int = 1,
         prefixes: SharedPrefixes | None = None,
     ) -> None:
-        self._model = model
-        self._kv = kv
-        self._rows = rows
-        self._sampler = sampler
-        self._device = device
+        super().__init__(model, kv, rows, sampler, device, graphs=graphs)
         self._prefixes = prefixes
-        self._graphs: DecodeGraphs[torch.Tensor] | None = None
         self._sampler_graphs = SamplerGraphs(device, self._compute_sampled, rows.clear_sampled)
-        if graphs and device.captures:
-            self._graphs = DecodeGraphs(
-                device,
-                self._compute,
-                rows.clear_inputs,
-                max_num_seqs=rows.max_num_seqs,
-                max_tokens_each=max_tokens_each,
-            )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueue one step. Further plans may be launched before the result is read."""
         # On the CPU there are neither graphs nor shared prefixes, so the plan is not examined.
-        is_decode = (self._graphs is not None or self._prefixes is not None) and _is_uniform_decode(plan)
+        is_decode = (self._graphs is not None or self._prefixes is not None) and _is_decode(plan)
         cascade = self._find_shared(plan, is_decode)
         size = None
         if is_decode and cascade is None and self._graphs is not None:
-            size = self._graphs.choose(len(plan.scheduled), plan.scheduled[0].count)
+            size = self._graphs.choose(len(plan.scheduled))
         if size is not None:
             self._sampler_graphs.capture_next()
         staged = self._rows.stage(plan, size)
@@ -122,7 +128,7 @@ class ModelRunner:
         """Capture one more graph while the worker is idle. Return False if none is left."""
         return self._graphs is not None and (self._graphs.capture_next() or self._sampler_graphs.capture_next())
 
-    def _run(self, plan: StepPlan, staged: StagedStep, size: Size | None, cascade: CascadeWork | None) -> PendingStep:
+    def _run(self, plan: StepPlan, staged: StagedStep, size: int | None, cascade: CascadeWork | None) -> PendingStep:
         batch, sampled, chunks = staged.batch, staged.sampled, staged.chunks
         num_sampled = len(sampled.rows)
         tokens = logits = None
@@ -138,7 +144,7 @@ class ModelRunner:
                 logits = self._model.logits(hidden[:num_sampled])
         elif batch is not None:
             batch = batch if cascade is None else replace(batch, cascade=cascade)
-            hidden = self._model.hidden_states(batch, self._kv)
+            hidden = self._hidden_states(batch)
             prompts = self._prompt_logprobs(hidden[num_sampled:], chunks)
             sums = _pool(hidden[num_sampled + sum(chunk.count for chunk in chunks) :], staged.pooled)
             logits = self._model.logits(hidden[:num_sampled]) if num_sampled else None
@@ -153,17 +159,13 @@ class ModelRunner:
         for update in plan.block_tables:
             if update.group == 0:
                 self._prefixes.update(update.row, update.start, update.pages)
-        return self._prefixes.find(plan.scheduled) if is_decode and plan.scheduled[0].count == 1 else None
-
-    def _compute(self, size: Size) -> torch.Tensor:
-        """Compute hidden states only: a graph keeps its outputs, and logits of all sizes would occupy gigabytes."""
-        return self._model.hidden_states(self._rows.graph_batch(size), self._kv)
+        return self._prefixes.find(plan.scheduled) if is_decode else None
 
     def _compute_sampled(self, key: SamplerKey) -> torch.Tensor:
         """Sample and append the ids of all rows of a step, including padding. Return the ids."""
         if self._graphs is None:
             raise RuntimeError("a sampler graph needs the decode graph of its step")
-        sampled = self._rows.graph_sampled(key.size.num_requests, key.needs)
+        sampled = self._rows.graph_sampled(key.size, key.needs)
         tokens = self._sampler.sample(self._model.logits(self._graphs.outputs(key.size)), sampled)
         self._rows.append(sampled, tokens.token_ids)
         return tokens.token_ids
@@ -204,15 +206,8 @@ def _pool(hidden: torch.Tensor, pooled: Sequence[PooledTokens]) -> PooledSums | 
     return PooledSums([tokens.row for tokens in pooled], sums)
 
 
-def _is_uniform_decode(plan: StepPlan) -> bool:
-    """Return True if all requests compute the same number of tokens, sample once and report nothing else.
-
-    Only such steps can run as a graph.
-    """
-    scheduled = plan.scheduled
-    if not scheduled:
-        return False
-    count = scheduled[0].count
-    return all(
-        item.count == count and item.sample and item.prompt_logprobs is None and not item.drafts for item in scheduled
+def _is_decode(plan: StepPlan) -> bool:
+    """Return True if each request computes one token, is sampled, and has neither drafts nor a report on its prompt."""
+    return bool(plan.scheduled) and all(
+        item.count == 1 and item.sample and item.prompt_logprobs is None and not item.drafts for item in plan.scheduled
     )

@@ -16,7 +16,6 @@ from kernels.backends.select import step_ops
 from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape
 from shared.sampling_params import MAX_BAD_WORD_TOKENS
 from worker.executor.device import Device
-from worker.executor.graphs import Size
 from worker.executor.staged_drafts import DraftDistributions, StagedDrafts
 from worker.executor.step_packer import Integers, MaskUploads, StepPacker, Waitable
 from worker.kv.storage import CopyBatch
@@ -150,7 +149,7 @@ class RequestRows:
         self._unused_position = layout.token_stride - 1
         self._sampled_views = self._sampled_rows, self._new_positions, self._logits_indices
         self._last_batch: ForwardBatch | None = None
-        self._graph_batches: dict[Size, ForwardBatch] = {}
+        self._graph_batches: dict[int, ForwardBatch] = {}
         self._graph_sampled: dict[tuple[int, Needs], SampledRows] = {}
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -159,12 +158,12 @@ class RequestRows:
         """Number of rows."""
         return self._layout.max_num_seqs
 
-    def stage(self, plan: StepPlan, size: Size | None = None) -> StagedStep:
+    def stage(self, plan: StepPlan, size: int | None = None) -> StagedStep:
         """Upload a plan: new requests, new pages, and the inputs of its tokens.
 
         Args:
             plan: Plan of the step.
-            size: Size to pad the step to; all requests are then sampled and have the same number of tokens.
+            size: Number of requests to pad the step to; all requests then compute one token and are sampled.
         """
         self._packer.begin()
         self._change(plan)
@@ -241,7 +240,7 @@ class RequestRows:
         self._packer.change(at, np.array(update.pages, dtype=np.int32))
         return end
 
-    def _put_requests(self, plan: StepPlan, size: Size | None) -> tuple[Integers | None, StepShape, int]:
+    def _put_requests(self, plan: StepPlan, size: int | None) -> tuple[Integers | None, StepShape, int]:
         """Write the fields of all requests.
 
         Return the indices of the sampled requests (None for all), the padded shape, and the longest context.
@@ -258,10 +257,10 @@ class RequestRows:
         np.add.accumulate(counts, out=bounds[1 : num_requests + 1])
         longest = int(np.maximum.reduce(lengths))
         if size is not None:
-            total, each = size
+            total = size
             host.rows[num_requests:total] = -1
             host.starts[num_requests:total] = host.seq_lens[num_requests:total] = 0
-            bounds[num_requests + 1 : total + 1] = np.arange(num_requests + 1, total + 1) * each
+            bounds[num_requests + 1 : total + 1] = np.arange(num_requests + 1, total + 1)
             host.logits_indices[num_requests:total] = bounds[num_requests + 1 : total + 1] - 1
             host.sampled_rows[num_requests:total] = host.new_positions[num_requests:total] = 0
             host.append_at[num_requests:total] = self._unused_position
@@ -367,13 +366,12 @@ class RequestRows:
         )
         return self._last_batch
 
-    def graph_batch(self, size: Size) -> ForwardBatch:
+    def graph_batch(self, size: int) -> ForwardBatch:
         """Return the static buffers as a batch of this size with the longest context, to capture a graph with."""
         batch = self._graph_batches.get(size)
         if batch is None:
-            num_tokens = size.num_requests * size.tokens_each
-            shape = StepShape(size.num_requests, num_tokens, size.tokens_each, self._layout.max_pages)
-            batch = self._batch(shape, self._logits_indices[: size.num_requests], self._max_model_len)
+            shape = StepShape(size, size, 1, self._layout.max_pages)
+            batch = self._batch(shape, self._logits_indices[:size], self._max_model_len)
             self._graph_batches[size] = batch
         return batch
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.fakes.late_device import LateDevice
 from worker.executor.device import CaptureError, Device, OutOfMemory
-from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey, Size, graph_sizes
+from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey, graph_sizes
 from worker.sampling.sampled_rows import Needs, SampledRows
 
 
@@ -21,7 +21,7 @@ class Model:
         self.inputs = torch.zeros(max_num_seqs, dtype=torch.int64)
         self.slots = torch.full((max_num_seqs,), -1)
         self.written: list[int] = []
-        self.runs: list[Size] = []
+        self.runs: list[int] = []
         self.fail: dict[int, Exception] = {}
 
     def clear(self) -> None:
@@ -33,23 +33,22 @@ class Model:
         self.slots[: len(values)] = torch.arange(len(values))
         self.slots[len(values) :] = -1
 
-    def compute(self, size: Size) -> torch.Tensor:
+    def compute(self, size: int) -> torch.Tensor:
         self.runs.append(size)
-        if size.num_requests in self.fail:
-            raise self.fail[size.num_requests]
-        count = size.num_requests * size.tokens_each
-        slots = self.slots[:count]
+        if size in self.fail:
+            raise self.fail[size]
+        slots = self.slots[:size]
         self.written += slots[slots >= 0].numpy().tolist()
-        return self.inputs[:count] * 10
+        return self.inputs[:size] * 10
 
 
 def make(model: Model, **settings) -> DecodeGraphs[torch.Tensor]:
     return DecodeGraphs(LateDevice(), model.compute, model.clear, max_num_seqs=16, **settings)
 
 
-def run(graphs: DecodeGraphs[torch.Tensor], model: Model, values: list[int]) -> Size | None:
+def run(graphs: DecodeGraphs[torch.Tensor], model: Model, values: list[int]) -> int | None:
     """Run one decode step and check the result if a graph computed it."""
-    size = graphs.choose(len(values), 1)
+    size = graphs.choose(len(values))
     model.step(values)
     if size is not None:
         out = graphs.replay(size)
@@ -68,7 +67,7 @@ def test_sizes_are_dense_for_small_steps_and_end_with_the_maximum():
 def test_a_size_requested_twice_is_captured_before_the_third_step():
     model = Model()
     graphs = make(model)
-    assert [run(graphs, model, [i, i + 1, i + 2]) for i in range(4)] == [None, None, Size(4, 1), Size(4, 1)]
+    assert [run(graphs, model, [i, i + 1, i + 2]) for i in range(4)] == [None, None, 4, 4]
     assert graphs.num_captured == 1
 
 
@@ -79,60 +78,49 @@ def test_capturing_does_not_write_to_pages():
         run(graphs, model, [i, 7])
     assert model.written == []
     model.step([1, 2])  # inputs left by an eager step
-    size = graphs.choose(2, 1)
-    assert model.written == [] and size == Size(2, 1)
+    size = graphs.choose(2)
+    assert model.written == [] and size == 2
 
 
 def test_each_step_captures_at_most_one_graph_the_most_requested_first():
     model = Model()
     graphs = make(model)
     for count in (1, 1, 5, 5, 5):
-        graphs.choose(count, 1)
+        graphs.choose(count)
     # Size 1 had been requested twice when 5 was first requested, so it was captured then; 8 follows at its third step.
     assert graphs.num_captured == 2
-    graphs.choose(2, 1)
-    graphs.choose(2, 1)
+    graphs.choose(2)
+    graphs.choose(2)
     for _ in range(3):
-        graphs.choose(16, 1)
+        graphs.choose(16)
     captured = list(dict.fromkeys(model.runs))
-    assert captured == [Size(1, 1), Size(8, 1), Size(2, 1), Size(16, 1)]
+    assert captured == [1, 8, 2, 16]
 
 
 def test_a_larger_graph_replaces_a_missing_one_unless_it_is_much_larger():
     model = Model()
     graphs = make(model)
-    while Size(16, 1) not in model.runs:
-        graphs.choose(16, 1)
-    assert run(graphs, model, [4, 4, 4]) == Size(16, 1)
+    while 16 not in model.runs:
+        graphs.choose(16)
+    assert run(graphs, model, [4, 4, 4]) == 16
     assert run(graphs, model, [4]) is None
 
 
 def test_the_idle_loop_captures_all_sizes_in_order_and_then_returns_false():
     model = Model()
     graphs = make(model)
-    graphs.choose(9, 1)
+    graphs.choose(9)
     while graphs.capture_next():
         pass
-    assert [size.num_requests for size in dict.fromkeys(model.runs)] == [16, 1, 2, 4, 8]
-    assert run(graphs, model, list(range(9))) == Size(16, 1)
-    assert run(graphs, model, [3]) == Size(1, 1)
-
-
-def test_steps_with_several_tokens_per_request_have_separate_graphs():
-    model = Model(64)
-    graphs = make(model, max_tokens_each=4)
-    for _ in range(2):
-        assert graphs.choose(3, 4) is None
-    assert graphs.choose(3, 4) == Size(4, 4)
-    assert graphs.choose(3, 1) is None
-    assert graphs.choose(3, 5) is None
-    assert graphs.replay(Size(4, 4)).shape == (16,)
+    assert [size for size in dict.fromkeys(model.runs)] == [16, 1, 2, 4, 8]
+    assert run(graphs, model, list(range(9))) == 16
+    assert run(graphs, model, [3]) == 1
 
 
 @pytest.mark.parametrize("count", [0, 17])
 def test_steps_without_a_graph_size_run_eagerly(count: int):
     graphs = make(Model())
-    assert [graphs.choose(count, 1) for _ in range(4)] == [None] * 4
+    assert [graphs.choose(count) for _ in range(4)] == [None] * 4
 
 
 def test_a_failed_capture_is_not_repeated():
@@ -140,7 +128,7 @@ def test_a_failed_capture_is_not_repeated():
     model.fail[4] = CaptureError("no")
     graphs = make(model)
     assert [run(graphs, model, [1, 2, 3]) for _ in range(5)] == [None] * 5
-    assert model.runs == [Size(4, 1)]
+    assert model.runs == [4]
     while graphs.capture_next():
         pass
     assert graphs.num_captured == 4
@@ -152,20 +140,20 @@ def test_exhausted_memory_stops_capturing_and_keeps_existing_graphs():
     graphs = make(model)
     while graphs.capture_next():
         pass
-    assert [size.num_requests for size in dict.fromkeys(model.runs)] == [1, 2, 4]
+    assert [size for size in dict.fromkeys(model.runs)] == [1, 2, 4]
     assert graphs.num_captured == 2
-    assert run(graphs, model, [3, 4]) == Size(2, 1)
+    assert run(graphs, model, [3, 4]) == 2
     assert run(graphs, model, [3, 4, 5, 6, 7]) is None
 
 
 def test_a_device_without_graphs_never_captures():
     model = Model()
     graphs = DecodeGraphs(Device(), model.compute, model.clear, max_num_seqs=16)
-    assert [graphs.choose(1, 1) for _ in range(4)] == [None] * 4
+    assert [graphs.choose(1) for _ in range(4)] == [None] * 4
     assert not graphs.capture_next() and model.runs == []
 
 
-SIZE = Size(4, 1)
+SIZE = 4
 NO_ROWS = np.zeros(4, dtype=np.int64)
 GREEDY = SampledRows(NO_ROWS, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), NO_ROWS, Needs(0))
 
@@ -193,7 +181,7 @@ class Recorder:
 
     def compute(self, key: SamplerKey) -> torch.Tensor:
         self.computed.append(key)
-        return torch.full((key.size.num_requests,), len(self.computed))
+        return torch.full((key.size,), len(self.computed))
 
 
 def test_a_sampler_graph_is_captured_after_two_requests():
@@ -215,13 +203,13 @@ def test_a_sampler_graph_is_captured_after_two_requests():
 def test_each_size_and_combination_of_features_has_its_own_sampler_graph():
     graphs = Recorder().graphs
     noisy = replace(GREEDY, needs=Needs.NOISE | Needs.FILTER)
-    for size, sampled in ((SIZE, GREEDY), (SIZE, noisy), (Size(8, 1), noisy)):
+    for size, sampled in ((SIZE, GREEDY), (SIZE, noisy), (8, noisy)):
         for _ in range(2):
             assert graphs.choose(size, sampled) is None
     while graphs.capture_next():
         pass
     assert graphs.num_captured == 3
-    chosen = [graphs.choose(size, sampled) for size, sampled in ((SIZE, GREEDY), (SIZE, noisy), (Size(8, 1), noisy))]
+    chosen = [graphs.choose(size, sampled) for size, sampled in ((SIZE, GREEDY), (SIZE, noisy), (8, noisy))]
     assert len({id(graph) for graph in chosen}) == 3
 
 
@@ -231,7 +219,6 @@ def test_rare_sampling_features_stay_eager(needs):
     asks = (replace(GREEDY, needs=needs | Needs.NOISE), replace(GREEDY, mask=torch.zeros((4, 1), dtype=torch.int32)))
     for _ in range(3):
         assert [graphs.choose(SIZE, sampled) for sampled in asks] == [None, None]
-        assert graphs.choose(Size(4, 2), GREEDY) is None
     assert not graphs.capture_next()
 
 
@@ -240,8 +227,8 @@ def test_sampler_captures_stop_after_a_failure_or_exhausted_memory():
     graphs = recorder.graphs
     for _ in range(2):
         graphs.choose(SIZE, GREEDY)
-        graphs.choose(Size(8, 1), GREEDY)
-        graphs.choose(Size(16, 1), GREEDY)
+        graphs.choose(8, GREEDY)
+        graphs.choose(16, GREEDY)
     recorder.error = CaptureError("no")
     assert graphs.capture_next() and graphs.num_captured == 0
     recorder.error = None
