@@ -50,11 +50,24 @@ class PeltonError(Exception):
         return twin
 
 
-class InvalidRequestError(PeltonError):
+class _ClientError(PeltonError):
+    """4xx: the client can change something."""
+
+    type = "invalid_request_error"
+
+
+class _RetryLaterError(PeltonError):
+    """The same request may succeed after `retry_after` seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class InvalidRequestError(_ClientError):
     """400: the request is invalid; repeating it gives the same answer."""
 
     status = 400
-    type = "invalid_request_error"
 
 
 class ContextLengthError(InvalidRequestError):
@@ -63,27 +76,24 @@ class ContextLengthError(InvalidRequestError):
     default_code = "context_length_exceeded"
 
 
-class AuthenticationError(PeltonError):
+class AuthenticationError(_ClientError):
     """401: the key is missing or unknown."""
 
     status = 401
-    type = "invalid_request_error"
     default_code = "invalid_api_key"
 
 
-class PermissionDeniedError(PeltonError):
+class PermissionDeniedError(_ClientError):
     """403: the scope of the key does not include the route."""
 
     status = 403
-    type = "invalid_request_error"
     default_code = "insufficient_permissions"
 
 
-class NotFoundError(PeltonError):
+class NotFoundError(_ClientError):
     """404: there is no such route, model or stored object for this key."""
 
     status = 404
-    type = "invalid_request_error"
     default_code = "not_found"
 
 
@@ -93,52 +103,41 @@ class ModelNotFoundError(NotFoundError):
     default_code = "model_not_found"
 
 
-class RequestTimeoutError(PeltonError):
+class RequestTimeoutError(_ClientError):
     """408: headers or body did not arrive within `--body-timeout`."""
 
     status = 408
-    type = "invalid_request_error"
     default_code = "request_timeout"
 
 
-class PayloadTooLargeError(PeltonError):
+class PayloadTooLargeError(_ClientError):
     """413: the body is larger than `--max-body-size`."""
 
     status = 413
-    type = "invalid_request_error"
     default_code = "request_too_large"
 
 
-class UnsupportedMediaTypeError(PeltonError):
+class UnsupportedMediaTypeError(_ClientError):
     """415: the body is not uncompressed JSON."""
 
     status = 415
-    type = "invalid_request_error"
     default_code = "unsupported_media_type"
 
 
-class RateLimitError(PeltonError):
+class RateLimitError(_RetryLaterError):
     """429: an admission limit is reached. `retry_after` is in seconds."""
 
     status = 429
     type = "rate_limit_error"
     default_code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after: float, code: str | None = None) -> None:
-        super().__init__(message, code=code)
-        self.retry_after = retry_after
 
-
-class UnavailableError(PeltonError):
+class UnavailableError(_RetryLaterError):
     """503: no worker can take the request now. `retry_after` is in seconds."""
 
     status = 503
     type = "service_unavailable_error"
     default_code = "service_unavailable"
-
-    def __init__(self, message: str, *, retry_after: float = 1.0, code: str | None = None) -> None:
-        super().__init__(message, code=code)
-        self.retry_after = retry_after
 
 
 class WorkerLostError(UnavailableError):

@@ -219,14 +219,3 @@ class WorkerCollector(Collector):
             for position, count in enumerate(snapshot.stats.accepted_per_position):
                 accepted.add_metric([snapshot.model_name, snapshot.worker, str(position)], count)
         yield accepted
-
-
-def metric_names() -> list[str]:
-    """Return every name as /metrics shows it, sorted; the documentation is checked against it."""
-    registry = CollectorRegistry()
-    GatewayMetrics(registry)
-    registry.register(WorkerCollector(lambda: ()))
-    names = set()
-    for family in registry.collect():
-        names.add(family.name + "_total" if family.type == "counter" else family.name)
-    return sorted(names)
