@@ -1,33 +1,42 @@
-"""Choice of test cases that combine each pair of values, instead of all combinations."""
+"""Choice of test cases from all combinations of values. The combinations that are not chosen are slow tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
+Ids = Callable[[Any], object] | None
+"""Function that returns the name of a value; see pytest.mark.parametrize."""
 
-def pairwise(ids: Callable[[Any], object] | None = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test so that each two values of two parameters occur together; other combinations are slow.
 
-    Args:
-        ids: Function that returns the name of a value; see pytest.mark.parametrize.
-        values: The values of each parameter.
-    """
+def each_value(ids: Ids = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with as few cases as contain each value of each parameter."""
+    sizes = [len(options) for options in values.values()]
+    return _parametrize(values, [tuple(number % size for size in sizes) for number in range(max(sizes))], ids)
+
+
+def pairwise(ids: Ids = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with few cases in which each two values of two parameters occur together."""
     cases = list(product(*(range(len(options)) for options in values.values())))
     uncovered = {pair for case in cases for pair in combinations(enumerate(case), 2)}
-    quick = set()
+    chosen = []
     while uncovered:
         best = max(cases, key=lambda case: len(uncovered.intersection(combinations(enumerate(case), 2))))
-        quick.add(best)
+        chosen.append(best)
         uncovered.difference_update(combinations(enumerate(best), 2))
+    return _parametrize(values, chosen, ids)
+
+
+def _parametrize(values: dict[str, Sequence[Any]], chosen: Iterable[tuple[int, ...]], ids: Ids) -> pytest.MarkDecorator:
+    quick = set(chosen)
     params = [
         pytest.param(
             *(options[index] for options, index in zip(values.values(), case)),
             marks=() if case in quick else pytest.mark.slow,
         )
-        for case in cases
+        for case in product(*(range(len(options)) for options in values.values()))
     ]
     return pytest.mark.parametrize(tuple(values), params, ids=ids)

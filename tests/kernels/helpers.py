@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ from tests.fakes.weights import make_batch, on_device
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading import ModelFiles
+
+
+def name_of(value: Any) -> str | None:
+    """Return the name of a case for the id of a test, None for other values."""
+    return getattr(value, "name", None)
 
 
 def assert_same_bits(actual: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -16,6 +16,8 @@ from kernels.ops.attention import cpu, reference
 from kernels.ops.attention.cases import CASES, Case, make_tensors
 from kernels.ops.attention.inputs import LayerConstants
 from kernels.ops.attention.kv_pages import key_cells, value_cells
+from tests.fakes.pairs import each_value, slow
+from tests.kernels.helpers import name_of
 
 DTYPES = [
     (torch.float32, torch.float32),
@@ -24,7 +26,7 @@ DTYPES = [
     (torch.float32, torch.bfloat16),
 ]
 needs_pairs = pytest.mark.skipif(not bf16.supported(), reason="the processor has no AVX512-BF16")
-# Every combination is a kernel to compile, so each size appears in only a few of them.
+# Every combination is a kernel to compile, so each size appears in only a few of them. The first ones have each size.
 GEOMETRIES = [
     Case(
         f"{group} queries per KV head of {dim}, pages of {page}",
@@ -36,7 +38,7 @@ GEOMETRIES = [
         page_size=page,
     )
     for group, dim, page in (
-        (1, 64, 32), (2, 128, 8), (4, 96, 24), (6, 64, 8), (7, 96, 16), (8, 128, 32), (12, 64, 256),
+        (2, 128, 8), (7, 96, 16), (12, 64, 256), (1, 64, 32), (4, 96, 24), (6, 64, 8), (8, 128, 32),
     )
 ]  # fmt: skip
 CELL_GEOMETRIES = [
@@ -50,7 +52,7 @@ CELL_GEOMETRIES = [
         page_size=page,
     )
     for heads, kv_heads, dim, rotary, page in (
-        (4, 4, 128, 128, 24), (4, 1, 96, 96, 256), (16, 2, 64, 32, 16), (12, 2, 64, 64, 8)
+        (4, 1, 96, 96, 256), (16, 2, 64, 32, 16), (4, 4, 128, 128, 24), (12, 2, 64, 64, 8)
     )
 ]  # fmt: skip
 LIMITED = [
@@ -71,13 +73,12 @@ def run_cpu(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, tensors):
     return op(tensors.qkv, tensors.keys, tensors.values, prepared)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=["f32", "bf16-f32", "bf16", "f32-bf16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_context_lengths(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    check(case, dtype, kv_dtype)
+@each_value(dtypes=DTYPES, case=CASES, ids=name_of)
+def test_context_lengths(case: Case, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    check(case, *dtypes)
 
 
-@pytest.mark.parametrize("case", [*CELL_GEOMETRIES, *LIMITED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*LIMITED, *CELL_GEOMETRIES[:2], *map(slow, CELL_GEOMETRIES[2:])], ids=name_of)
 def test_geometries_windows_and_soft_caps(case: Case) -> None:
     check(case, torch.float32, torch.float32)
 
@@ -96,14 +97,13 @@ def check(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 
 @needs_pairs
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_value(dtype=[torch.bfloat16, torch.float32], case=CASES, ids=name_of)
 def test_context_lengths_with_paired_cells(case: Case, dtype: torch.dtype) -> None:
     check_pairs(case, dtype)
 
 
 @needs_pairs
-@pytest.mark.parametrize("case", [*GEOMETRIES, *LIMITED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*LIMITED, *GEOMETRIES[:3], *map(slow, GEOMETRIES[3:])], ids=name_of)
 def test_geometries_windows_and_soft_caps_with_paired_cells(case: Case) -> None:
     check_pairs(case, torch.float32)
 
@@ -187,7 +187,7 @@ def test_stale_page_contents_do_not_affect_results(
 def test_threads_sharing_a_pair_of_slots_lose_no_value() -> None:
     """Test that concurrent writes preserve each other's values when blocks of tokens end within pairs."""
     case = Case("odd starts", [(8, 1), (8, 3), (8, 5), (64, 7)] * 4, num_heads=2, num_kv_heads=2)
-    for _ in range(20):
+    for _ in range(5):
         actual, expected = (make_tensors(case, torch.float32, torch.bfloat16, paired=True) for _ in range(2))
         run_cpu(case, torch.float32, torch.bfloat16, actual)
         reference.rotate_and_write(expected.qkv, expected.pages(), expected.inputs, case.geometry(), LayerConstants())

@@ -16,7 +16,8 @@ from kernels.ops.attention.inputs import AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
 from kernels.ops.attention.reference import attend, paged_attention, rotate_and_write
 from kernels.ops.attention_cascade.triton import members_per_tile
-from tests.kernels.helpers import assert_same_bits
+from tests.fakes.pairs import each_value
+from tests.kernels.helpers import assert_same_bits, name_of
 
 FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
 
@@ -65,20 +66,17 @@ def run(ops: DecoderOps, step: Step) -> torch.Tensor:
     return ops.paged_attention(step.qkv, step.pages, prepared, step.layer)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_value(case=CASES, deterministic=[False, True], ids=name_of)
 def test_attention(case: Case, deterministic: bool, device: torch.device) -> None:
     check(case, torch.float32, "dense", TritonOps(device, deterministic), device)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_value(dtype=[torch.bfloat16, torch.float16], kv_format=FORMATS)
 def test_formats(dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> None:
     check(MIXED, dtype, kv_format, TritonOps(device), device)
 
 
-@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("case", [CASES[4], CASES[5], CASES[8]], ids=lambda case: case.name)
+@each_value(case=[CASES[4], CASES[5], CASES[8]], kv_format=["fp8", "int8", "int4"], ids=name_of)
 def test_formats_and_features(case: Case, kv_format: KVFormat, device: torch.device) -> None:
     check(case, torch.bfloat16, kv_format, TritonOps(device), device)
 

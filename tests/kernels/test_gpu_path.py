@@ -8,9 +8,17 @@ import torch
 from kernels.backends.gpu import TritonOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
 from kernels.ops.step_inputs.triton import TritonStepOps
+from shared.messages import Submit
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import make_submit
-from tests.fakes.tiny_server import MAX_MODEL_LEN, RARE_SAMPLING_PARAMS, TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import (
+    COMMON_SAMPLING_PARAMS,
+    MAX_MODEL_LEN,
+    RARE_SAMPLING_PARAMS,
+    TinyServer,
+    submits,
+    tiny_spec,
+)
 from worker.executor.profile import profile_plans
 
 pytestmark = [
@@ -54,27 +62,36 @@ def compare(
     return server
 
 
+def short_submits(*sampling_params: dict[str, object]) -> list[Submit]:
+    """Return requests with a shared prefix of two pages, one of them with two choices."""
+    return [
+        make_submit(
+            f"r{number}",
+            [*range(3, 12), 20 + number],
+            sampling={"seed": number, "max_tokens": 3} | params,
+            num_choices=1 + (number == 1),
+        )
+        for number, params in enumerate(sampling_params)
+    ]
+
+
 def test_tokens_equal_reference_ops(device: torch.device, monkeypatch) -> None:
-    """Cover prefix hits, chunks, forks, captured graphs, and common sampling parameters."""
-    requests = submits(4, max_tokens=6)
-    server = compare(
-        monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=4, max_num_batched_tokens=32
-    )
+    """Cover prefix hits, chunks, forks, captured graphs, and all sampling parameters.
+
+    Filters, repetition penalties and token lists are plain torch around the kernels on a GPU.
+    """
+    requests = short_submits(*COMMON_SAMPLING_PARAMS, *RARE_SAMPLING_PARAMS)
+    sizes = {"num_pages": 80, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    server = compare(monkeypatch, device, tiny_spec(), requests, **sizes)
     assert server.scheduler.counters.prefix_cache_hits_total > 0
     assert server.num_captured > 0
 
 
-def test_rare_sampling_parameters_equal_reference_ops(device: torch.device, monkeypatch) -> None:
-    """Cover filters, repetition penalties and token lists, which on a GPU are plain torch around the kernels."""
-    requests = submits(6, max_tokens=4, sampling_params=RARE_SAMPLING_PARAMS)
-    compare(monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=6, max_num_batched_tokens=32)
-
-
 def test_embeddings_equal_reference_ops(device: torch.device, monkeypatch) -> None:
     """Check that hidden states are summed over chunks, beside a stream."""
-    sizes = {"spec": tiny_spec(), "num_pages": 60, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    sizes = {"spec": tiny_spec(), "num_pages": 60, "max_num_seqs": 4, "max_num_batched_tokens": 8}
     text = make_submit("t", [5, 6, 7], sampling={"temperature": 0.0, "ignore_eos": True, "max_tokens": 3})
-    prompt = [3 + (7 * index) % 90 for index in range(20)]
+    prompt = [3 + (7 * index) % 90 for index in range(9)]
     embedded = [make_submit(pooling, prompt, pooling=pooling) for pooling in ("last", "mean")]
     with monkeypatch.context() as patch:
         calm = TinyServer(patch, late=False, **sizes)
@@ -99,8 +116,8 @@ def test_embeddings_equal_reference_ops(device: torch.device, monkeypatch) -> No
 )
 def test_other_modes_equal_reference_ops(deterministic: bool, kv_format, device: torch.device, monkeypatch) -> None:
     """Cover every KV cache format, and one kernel for all queries, compared with plain torch in the same format."""
-    sizes = {"num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 32}
-    requests = submits(3, seed=4, max_tokens=5)
+    sizes = {"num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 8}
+    requests = short_submits({"temperature": 0.0, "max_tokens": 5}, COMMON_SAMPLING_PARAMS[2])
     options = {"deterministic": deterministic, "kv_format": kv_format}
     server = compare(monkeypatch, device, tiny_spec(), requests, **options, **sizes)
     assert server.num_captured > 0

@@ -13,6 +13,8 @@ from kernels.ops.attention.kv_pages import KVFormat, KVPages, dequantize_cells
 from kernels.ops.attention.reference import rotate_and_write
 from kernels.ops.rope_kv.cases import CASES, FORMATS
 from kernels.ops.rope_kv.triton import rope_kv
+from tests.fakes.pairs import each_value
+from tests.kernels.helpers import name_of
 
 LARGEST_ERROR = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7}
 """Difference of two adjacent codes relative to a cell's largest value; a float32 sum may round a tie differently."""
@@ -39,14 +41,12 @@ def check(step: Step) -> None:
         torch.testing.assert_close(actual, other, rtol=relative, atol=absolute, equal_nan=True)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_value(case=CASES, kv_format=FORMATS, ids=name_of)
 def test_cases(case: Case, kv_format: KVFormat, device: torch.device) -> None:
     check(make_step(case, torch.float32, kv_format, device))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kv_format", FORMATS)
+@each_value(dtype=[torch.float16, torch.bfloat16], kv_format=FORMATS)
 def test_dtypes(dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> None:
     check(make_step(CASES[3], dtype, kv_format, device))
 
