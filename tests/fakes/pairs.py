@@ -30,13 +30,15 @@ def pairwise(ids: Ids = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
     return _parametrize(values, chosen, ids)
 
 
+def slow(*values: Any) -> Any:
+    """Return a slow case with these values."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def _parametrize(values: dict[str, Sequence[Any]], chosen: Iterable[tuple[int, ...]], ids: Ids) -> pytest.MarkDecorator:
     quick = set(chosen)
     params = [
-        pytest.param(
-            *(options[index] for options, index in zip(values.values(), case)),
-            marks=() if case in quick else pytest.mark.slow,
-        )
+        (pytest.param if case in quick else slow)(*(options[index] for options, index in zip(values.values(), case)))
         for case in product(*(range(len(options)) for options in values.values()))
     ]
     return pytest.mark.parametrize(tuple(values), params, ids=ids)
