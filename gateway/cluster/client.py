@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -64,13 +64,13 @@ class Liveness:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Errors on one link. Each counted message was dropped, except those after a gap.
+    """Errors on the links of a gateway. Each counted message was dropped, except those after a gap.
 
     Attributes:
         malformed: Messages that cannot be decoded, have a wrong number of frames, or are unexpected.
         wrong_epoch: Messages of another process of the worker.
         repeated: Step messages whose number was already received.
-        sequence_gaps: Gaps in the numbers of step messages; each failed the streams of the link.
+        sequence_gaps: Gaps in the numbers of step messages; each failed the streams of a link.
         unknown_ids: Outputs of requests that this gateway does not have, or no longer.
         send_failures: Messages that were not sent because the queue to the worker was full.
     """
@@ -81,11 +81,6 @@ class LinkCounters:
     sequence_gaps: int = 0
     unknown_ids: int = 0
     send_failures: int = 0
-
-    def add(self, other: LinkCounters) -> None:
-        """Add the counts of a lost link."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     @property
     def wire_errors(self) -> int:
@@ -118,6 +113,7 @@ class WorkerLink:
         endpoint: ZeroMQ endpoint of the worker.
         gateway_id: Identity of this gateway on the socket.
         liveness: Intervals of the pings.
+        counters: Counters of errors, which links may share.
         on_lost: Called once when the link is lost, after its streams were notified.
         on_bundle: Called with each text bundle that arrives.
         on_welcome: Called when the worker has introduced itself; `facts` is set from then on.
@@ -125,6 +121,7 @@ class WorkerLink:
     Attributes:
         foreign_sequences: Choices of other gateways in the worker's last report.
         foreign_tokens: Waiting prompt tokens of other gateways in that report.
+        lost_reason: Reason of the loss, for logs; empty while the link is alive.
     """
 
     def __init__(
@@ -134,6 +131,7 @@ class WorkerLink:
         gateway_id: str,
         *,
         liveness: Liveness,
+        counters: LinkCounters,
         on_welcome: Callable[[WorkerLink], None],
         on_bundle: Callable[[WorkerLink, Bundle], None],
         on_lost: Callable[[WorkerLink], None],
@@ -144,7 +142,7 @@ class WorkerLink:
         self.epoch = "" if parsed is None else parsed[1]
         self.facts: WorkerFacts | None = None
         self.stats = WorkerStats()
-        self.counters = LinkCounters()
+        self.counters = counters
         self._context = context
         self._gateway_id = gateway_id
         self._liveness = liveness
@@ -162,7 +160,7 @@ class WorkerLink:
         self.foreign_sequences = 0
         self.foreign_tokens = 0
         self._last_pong = time.monotonic()
-        self._lost_reason: str | None = None
+        self.lost_reason = ""
         self._loop: asyncio.AbstractEventLoop
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -175,12 +173,7 @@ class WorkerLink:
     @property
     def lost(self) -> bool:
         """True if the link is lost."""
-        return self._lost_reason is not None
-
-    @property
-    def lost_reason(self) -> str:
-        """Reason of the loss, for logs; empty while the link is alive."""
-        return self._lost_reason or ""
+        return self.lost_reason != ""
 
     @property
     def ready(self) -> bool:
@@ -233,7 +226,7 @@ class WorkerLink:
     def _lose(self, reason: str) -> None:
         if self.lost:
             return
-        self._lost_reason = reason
+        self.lost_reason = reason
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         for fd in self._fds:

@@ -133,6 +133,9 @@ class Registry:
         liveness: Intervals of the pings.
         on_refused: Called with the reason when a worker cannot be used, unless another one has joined before.
         on_loaded: Called when the tokenizer and template of a model have been parsed, before its workers join.
+
+    Attributes:
+        counters: Errors on all links, lost ones included.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class Registry:
         # Endpoints of workers with unusable facts or flags, with the reason. A restarted worker has another endpoint.
         self._refused: dict[str, str] = {}
         self._conflicts: set[str] = set()
-        self._lost_counters = LinkCounters()
+        self.counters = LinkCounters()
         self._wire_errors_shown = 0
         self._scanner: asyncio.Task[None] | None = None
 
@@ -233,14 +236,6 @@ class Registry:
                 num_pages = worker.facts.num_pages if worker.facts is not None else 0
                 yield WorkerSnapshot(entry.name, worker.name, worker.ready, num_pages, worker.stats)
 
-    def counters(self) -> LinkCounters:
-        """Return the error counts of all links, lost ones included."""
-        total = LinkCounters()
-        total.add(self._lost_counters)
-        for link in self._links.values():
-            total.add(link.counters)
-        return total
-
     async def _scan_on(self) -> None:
         while True:
             await asyncio.sleep(self._scan_interval * (_QUIET_INTERVALS if self._is_quiet() else 1))
@@ -272,6 +267,7 @@ class Registry:
             endpoint,
             self._gateway_id,
             liveness=self._liveness,
+            counters=self.counters,
             on_welcome=self._try_to_join,
             on_bundle=self._on_bundle,
             on_lost=self._on_lost,
@@ -286,7 +282,6 @@ class Registry:
     def _on_lost(self, link: WorkerLink) -> None:
         self._links.pop(link.endpoint, None)
         self._refused.pop(link.endpoint, None)
-        self._lost_counters.add(link.counters)
         if link.facts is not None and link.lost_reason != "closed":
             log.warning("worker_lost", worker=link.name, epoch=link.epoch, reason=link.lost_reason)
             if self._metrics is not None:
@@ -356,7 +351,7 @@ class Registry:
     def _on_bundle(self, link: WorkerLink, bundle: Bundle) -> None:
         asked = self._asked.get(bundle.bundle_hash)
         if asked is None or asked[0] is not link or bundle.bundle_hash in self._parsing:
-            link.counters.malformed += 1
+            self.counters.malformed += 1
             return
         del self._asked[bundle.bundle_hash]
         task = asyncio.create_task(self._parse(bundle), name="parse-bundle")
@@ -385,8 +380,7 @@ class Registry:
             del self._pipelines[bundle_hash]
 
     def _show_wire_errors(self) -> None:
-        # Sum over `counters` without creating the object, because each scan computes it.
-        errors = self._lost_counters.wire_errors + sum(link.counters.wire_errors for link in self._links.values())
-        if self._metrics is not None and errors > self._wire_errors_shown:
+        errors = self.counters.wire_errors
+        if self._metrics is not None:
             self._metrics.wire_errors.inc(errors - self._wire_errors_shown)
         self._wire_errors_shown = errors

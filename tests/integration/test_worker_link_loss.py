@@ -153,7 +153,7 @@ async def test_restarted_worker_joins_and_late_tokens_find_nobody(directory: Pat
             await until(lambda: core.registry.models() and core.registry.models()[0].workers[0].epoch == "00000002")
             # After a late message of the first epoch the link is unreliable, so the worker joins again.
             second.send(Steps(epoch="00000001", sequence=1, outputs=[Output(old_id, 0, [9, 9, 9])]))
-            await until(lambda: core.registry.counters().wrong_epoch == 1)
+            await until(lambda: core.registry.counters.wrong_epoch == 1)
             await joined(core)
             deltas = await collect(core.generator.submit(make_request(HELLO)))
             assert ids_of(deltas) == [*HELLO, 2]
@@ -183,7 +183,7 @@ async def test_sockets_without_a_worker_are_waited_for_and_dropped_when_removed(
 async def test_workers_of_another_version_or_life_do_not_join(directory: Path, changes: dict) -> None:
     with FakeWorker(directory, **changes) as worker:
         async with running_core(directory) as core:
-            await until(lambda: core.registry.counters().wire_errors >= 1)
+            await until(lambda: core.registry.counters.wire_errors >= 1)
             assert core.registry.models() == ()
             assert worker.submits() == []
 

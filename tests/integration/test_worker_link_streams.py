@@ -39,7 +39,7 @@ async def test_one_request_from_text_to_text(directory: Path) -> None:
         assert (submit.tenant, submit.priority, submit.model) == ("t", 3, "fake")
         assert worker.cancels() == []
         assert core.admission.num_requests == core.admission.waiting_tokens == 0
-        assert core.registry.counters().wire_errors == 0
+        assert core.registry.counters.wire_errors == 0
 
 
 async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) -> None:
@@ -96,7 +96,7 @@ async def test_stop_string_cancels_the_worker(directory: Path) -> None:
             assert text_of(deltas, choice) == before
         assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop", "stop"]
         await until(lambda: worker.num_running == 0)
-        assert core.registry.counters().unknown_ids == 0
+        assert core.registry.counters.unknown_ids == 0
 
 
 async def test_leaving_cancels_what_is_left(directory: Path) -> None:
@@ -130,7 +130,7 @@ async def test_sequence_gap_fails_streams_and_the_link_goes_on(directory: Path) 
                 async for _ in generation:
                     pass
         await until(lambda: worker.num_running == 0)
-        assert core.registry.counters().sequence_gaps == 1
+        assert core.registry.counters.sequence_gaps == 1
         deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
         assert len(ids_of(deltas)) == 5
 
@@ -149,7 +149,7 @@ async def test_repeated_steps_are_dropped(directory: Path) -> None:
     async with linked(directory, faults=Misbehaviour(repeat_steps=True)) as (core, _):
         deltas = await collect(core.generator.submit(make_request(HELLO)))
         assert ids_of(deltas) == [*HELLO, 2]
-        await until(lambda: core.registry.counters().repeated >= len(HELLO))
+        await until(lambda: core.registry.counters.repeated >= len(HELLO))
 
 
 async def test_wrong_epoch_loses_the_worker_which_then_joins_anew(directory: Path) -> None:
@@ -161,7 +161,7 @@ async def test_wrong_epoch_loses_the_worker_which_then_joins_anew(directory: Pat
                 async for _ in generation:
                     pass
         worker.faults.wrong_epoch = False
-        assert core.registry.counters().wrong_epoch >= 1
+        assert core.registry.counters.wrong_epoch >= 1
         await joined(core)
         await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
 
@@ -210,7 +210,7 @@ async def test_malformed_frames_are_counted_and_hurt_nobody(directory: Path) -> 
                     worker.send_raw(frames)
             deltas = [delta async for delta in generation]
         assert deltas[-1].finish_reason == "length"
-        await until(lambda: core.registry.counters().malformed == 200 * len(bad))
+        await until(lambda: core.registry.counters.malformed == 200 * len(bad))
         assert core.registry.ready()[0]
 
 
@@ -221,13 +221,13 @@ async def test_a_message_of_a_hundred_thousand_frames_lets_streams_go_on(directo
             worker.send_raw([b"x"] * 100_000)
             deltas = [delta async for delta in generation]
         assert deltas[-1].finish_reason == "length"
-        await until(lambda: core.registry.counters().malformed == 1)
+        await until(lambda: core.registry.counters.malformed == 1)
 
 
 async def test_outputs_for_unknown_ids_are_counted_and_cancelled(directory: Path) -> None:
     async with linked(directory) as (core, worker):
         worker.send(Steps(epoch=worker.epoch, sequence=1, outputs=[Output("nobody", 0, [5]), Output("", 0, [5])]))
-        await until(lambda: core.registry.counters().unknown_ids == 2)
+        await until(lambda: core.registry.counters.unknown_ids == 2)
         await until(lambda: [cancel.request_id for cancel in worker.cancels()] == ["nobody"])
 
 
@@ -325,7 +325,7 @@ async def test_two_gateways_number_their_steps_apart(directory: Path) -> None:
             )
             for deltas in results:
                 assert ids_of(deltas) == [*HELLO, 2]
-            assert one.registry.counters() == two.registry.counters()
+            assert one.registry.counters == two.registry.counters
 
 
 async def test_the_request_itself_is_not_changed(directory: Path) -> None:

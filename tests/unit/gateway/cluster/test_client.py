@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gateway.cluster.client import WorkerLink
+from gateway.cluster.client import LinkCounters, WorkerLink
 from shared import sockets
 from shared.errors import ConfigurationError, UnavailableError, WorkerLostError
 from shared.messages import Output, Submit
@@ -47,6 +47,7 @@ async def connected(endpoint: str, lost: list[WorkerLink]) -> AsyncIterator[Work
         endpoint,
         "gw",
         liveness=FAST,
+        counters=LinkCounters(),
         on_welcome=lambda link: None,
         on_bundle=lambda link, bundle: None,
         on_lost=lost.append,
