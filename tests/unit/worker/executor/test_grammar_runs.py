@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from functools import cache
 from pathlib import Path
 
@@ -15,12 +14,13 @@ from tokenizers import Tokenizer
 
 from shared.messages import FinishReason, Submit
 from shared.sampling_params import ThinkingBudget
-from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.guessing import Guesses, speculation
 from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.tiny_server import VOCAB, TinyServer
 from tests.fakes.tokenizers import characters_json
+from tests.unit.worker.executor.outcomes import outcomes_alone, run, run_staggered
+from tests.unit.worker.executor.prompts import settings_maker
 from worker.drafting.proposal import Proposal, Source
 from worker.executor.build import build_executor
 from worker.model.loading import open_model
@@ -31,8 +31,7 @@ from worker.sampling.grammar import LLGrammars
 from worker.stats import Counters
 
 EOS = 2
-PATIENCE = 60.0
-NUM_REQUESTS = 22
+NUM_REQUESTS = 16
 _MADE: list[LLGrammars] = []
 SCHEMA = {
     "type": "object",
@@ -71,6 +70,12 @@ WISHES: list[dict[str, object]] = [
     {"bad_words": ((50, 51), (36,)), "allowed_token_ids": tuple(range(3, 95))},
     {"min_tokens": 4, "presence_penalty": 0.5},
 ]
+
+
+MODES = pytest.mark.parametrize(
+    ("late", "num_pages"),
+    [(False, 120), (True, 30), *(pytest.param(*mode, marks=pytest.mark.slow) for mode in ((False, 30), (True, 120)))],
+)
 
 
 def make_constraints(vocab_size: int = VOCAB, num_threads: int = 2) -> Constraints:
@@ -125,50 +130,16 @@ def submits(count: int) -> list[Submit]:
     return made
 
 
-def run(server: Harness) -> None:
-    """Run to completion, with time for grammars to compile."""
-    deadline = time.monotonic() + PATIENCE
-    while server.scheduler.has_requests:
-        assert time.monotonic() < deadline
-        if not server.scheduler.has_computable:
-            time.sleep(0.0005)
-        server.step()
-    server.drain()
-
-
-def outcome(server: Harness) -> dict:
-    seen = {}
-    for key, outputs in server.outputs.items():
-        logprobs = [entry for output in outputs for entry in output.logprobs or []]
-        seen[key] = (
-            server.tokens[key],
-            server.finishes[key],
-            [(one.token_id, one.rank, one.top_ids) for one in logprobs],
-        )
-    return seen
-
-
 @pytest.fixture(scope="module")
 def alone():
-    """Return the outputs of each request alone on a synchronous server."""
-    found: dict = {}
-    for submit in submits(NUM_REQUESTS):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            constraints = make_constraints(num_threads=1)
-            server = TinyServer(
-                monkeypatch, late=False, num_pages=120, max_num_batched_tokens=256, constraints=constraints
-            )
-            server.add(submit)
-            run(server)
-            found |= outcome(server)
-    return found
+    return outcomes_alone(submits(NUM_REQUESTS), lambda: make_constraints(num_threads=1))
 
 
 def test_every_text_follows_its_grammar(alone):
     kinds = set()
     for submit in submits(NUM_REQUESTS):
         for choice in range(submit.num_choices):
-            tokens, finish, logprobs = alone[submit.request_id, choice]
+            tokens, finish, logprobs, _ = alone[submit.request_id, choice]
             if submit.grammar:
                 assert finish.reason is FinishReason.STOP
                 assert GRAMMARS[submit.grammar](text_of(tokens)), text_of(tokens)
@@ -178,8 +149,7 @@ def test_every_text_follows_its_grammar(alone):
     assert kinds == set(GRAMMARS)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
-@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
+@MODES
 def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, monkeypatch):
     server = TinyServer(
         monkeypatch,
@@ -189,12 +159,7 @@ def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, m
         max_num_batched_tokens=24,
         constraints=make_constraints(),
     )
-    for number, submit in enumerate(submits(NUM_REQUESTS)):
-        server.add(submit)
-        for _ in range(number % 4):
-            server.step()
-    run(server)
-    assert outcome(server) == alone
+    assert run_staggered(server, submits(NUM_REQUESTS)) == alone
     assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
     assert not late or server.num_captured > 0
 
@@ -214,8 +179,7 @@ class Foresight(Guesses):
         return Proposal(guessed, Source.LOOKUP, 0.5)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
-@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
+@MODES
 def test_drafts_change_nothing(num_pages, late, alone, monkeypatch):
     server = TinyServer(
         monkeypatch,
@@ -235,12 +199,7 @@ def test_drafts_change_nothing(num_pages, late, alone, monkeypatch):
         return submit_plan(plan)
 
     monkeypatch.setattr(server.executor, "submit", watch)
-    for number, submit in enumerate(submits(NUM_REQUESTS)):
-        server.add(submit)
-        for _ in range(number % 4):
-            server.step()
-    run(server)
-    assert outcome(server) == alone
+    assert run_staggered(server, submits(NUM_REQUESTS)) == alone
     assert len(masked) > 10
     assert server.scheduler.counters.spec_decode_num_accepted_tokens_total > 50
 
@@ -291,18 +250,8 @@ def test_two_ranks_write_the_same_text_as_one(tmp_path):
     """The model has more ids than the tokenizer; these are never sampled."""
     folder = write_tiny_model(tmp_path / "model")
     texts = []
-    (tmp_path / "run").mkdir(mode=0o700)
     for size in (1, 2):
-        settings = WorkerSettings(
-            model=str(folder),
-            dtype="float32",
-            num_kv_pages=64,
-            max_num_seqs=8,
-            tensor_parallel_size=size,
-            device="cpu",
-            runtime_dir=str(tmp_path / "run"),
-            num_threads=1,
-        )
+        settings = settings_maker(folder, tmp_path)(max_num_seqs=8, tensor_parallel_size=size, device="cpu")
         built = build_executor(settings, open_model(str(folder), Path("/nonexistent")))
         try:
             server = Harness(

@@ -6,94 +6,50 @@ import pytest
 
 from shared.messages import FinishReason
 from tests.fakes.engine_harness import make_submit
-from tests.fakes.tiny_server import RARE_SAMPLING_PARAMS, TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import TinyServer, submits, tiny_spec
+from tests.unit.worker.executor.outcomes import (
+    all_features,
+    all_features_alone,
+    outcome,
+    outcomes_alone,
+    run_staggered,
+)
 
 
-def outcome(server: TinyServer) -> dict:
-    """Return everything that clients observe, except the division into messages."""
-    seen = {}
-    for key, outputs in server.outputs.items():
-        logprobs = [entry for output in outputs for entry in output.logprobs or []]
-        prompts = [entry for output in outputs for entry in output.prompt_logprobs or []]
-        seen[key] = (
-            server.tokens[key],
-            [(entry.token_id, entry.rank, entry.top_ids) for entry in logprobs],
-            [(entry.token_id, entry.rank) for entry in prompts],
-        )
-    return seen
-
-
-@pytest.fixture(scope="module", params=["one KV group", "two KV groups"])
-def spec(request):
-    return tiny_spec(windows=request.param == "two KV groups")
-
-
-@pytest.fixture(scope="module")
-def alone(spec):
-    """Return the outputs of each request alone on a synchronous server."""
-    found: dict = {}
-    for submit in submits(14):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            server = TinyServer(monkeypatch, late=False, spec=spec, num_pages=120, max_num_batched_tokens=256)
-            server.add(submit)
-            server.drain()
-            found |= outcome(server)
-    return found
-
-
+@pytest.mark.parametrize("windows", [False, True], ids=["one KV group", "two KV groups"])
 @pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
-def test_what_clients_see_is_what_each_would_see_alone(num_pages, spec, alone, monkeypatch):
+def test_what_clients_see_is_what_each_would_see_alone(num_pages, windows, monkeypatch):
+    """Mirostat targets, repetitions and bad words, which are updated on the device, survive preemptions."""
+    spec = tiny_spec(windows=windows)
     server = TinyServer(monkeypatch, spec=spec, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24)
-    for number, submit in enumerate(submits(14)):
-        server.add(submit)
-        for _ in range(number % 4):
-            server.step()
-    server.drain()
-    assert outcome(server) == alone
+    assert run_staggered(server, all_features()) == all_features_alone(windows)
     counters = server.scheduler.counters
     assert server.num_captured >= 2
     assert counters.prefix_cache_hits_total > 0
     assert (counters.num_preemptions_total > 0) == (num_pages == 30)
 
 
-def test_capturing_all_sizes_in_idle_time_changes_no_text(spec, alone, monkeypatch):
-    server = TinyServer(monkeypatch, spec=spec, num_pages=120, max_num_seqs=4)
+def run_at_once(server):
+    for submit in all_features():
+        server.add(submit)
+    server.drain()
+    return outcome(server)
+
+
+def test_capturing_all_sizes_in_idle_time_changes_no_text(monkeypatch):
+    server = TinyServer(monkeypatch, num_pages=120, max_num_seqs=4)
     while server.runner.capture_next():
         pass
     assert server.num_captured == 3
-    for submit in submits(14):
-        server.add(submit)
-    server.drain()
-    assert outcome(server) == alone
+    assert run_at_once(server) == all_features_alone(False)
     assert server.num_captured == 3
 
 
-def test_a_prompt_larger_than_the_buffer_is_uploaded_in_several_copies(spec, alone, monkeypatch):
-    server = TinyServer(monkeypatch, spec=spec, num_pages=120, max_num_seqs=6)
+def test_a_prompt_larger_than_the_buffer_is_uploaded_in_several_copies(monkeypatch):
+    server = TinyServer(monkeypatch, num_pages=120, max_num_seqs=6)
     packer = server.runner._rows._packer
     packer._changes_end = packer._tail + 40  # words: less than most prompts
-    for submit in submits(14):
-        server.add(submit)
-    server.drain()
-    assert outcome(server) == alone
-
-
-def test_state_on_the_device_survives_preemption(monkeypatch):
-    """Mirostat targets, repetitions and bad words are updated on the device, with two steps in flight."""
-    requests = submits(9, seed=3, sampling_params=RARE_SAMPLING_PARAMS)
-    with monkeypatch.context() as patch:
-        calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
-        for submit in requests:
-            calm.add(submit)
-        calm.drain()
-    server = TinyServer(monkeypatch, num_pages=30, max_num_seqs=6, max_num_batched_tokens=24)
-    for number, submit in enumerate(requests):
-        server.add(submit)
-        for _ in range(number % 3):
-            server.step()
-    server.drain()
-    assert outcome(server) == outcome(calm)
-    assert server.scheduler.counters.num_preemptions_total > 0
+    assert run_at_once(server) == all_features_alone(False)
 
 
 PLAIN = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9})
@@ -104,20 +60,13 @@ PLAIN = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_k
 def test_captured_sampling_changes_no_text(sampling_params, num_pages, monkeypatch):
     """The ids of padding rows must not be written to rows in use."""
     requests = submits(12, seed=5, sampling_params=sampling_params)
-    with monkeypatch.context() as patch:
-        calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
-        for submit in requests:
-            calm.add(submit)
-        calm.drain()
     server = TinyServer(monkeypatch, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24)
-    for number, submit in enumerate(requests):
-        server.add(submit)
-        for _ in range(number % 4):
-            server.step()
+
+    def capture_all() -> None:
         while server.runner.capture_next():
             pass
-    server.drain()
-    assert outcome(server) == outcome(calm)
+
+    assert run_staggered(server, requests, capture_all) == outcomes_alone(requests)
     assert server.runner._sampler_graphs.num_captured >= 2
     assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
 
