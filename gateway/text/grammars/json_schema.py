@@ -47,7 +47,7 @@ _UNBOUNDED = ("contains", "else", "if", "not", "propertyNames", "then", "unevalu
 """Keywords with one schema each that llguidance does not support."""
 _COMBINED = ("anyOf", "oneOf", "$ref")
 _FIXED = (*_COMBINED, "allOf", "enum", "const")
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
 )
 """Keywords without constraints. They are left out, so that grammars are small and equal."""
@@ -266,7 +266,7 @@ class _Bounder:
 
 def _demands_nothing(keyword: str, value: object) -> bool:
     idle = _IDLE.get(keyword, ())
-    return keyword in _ANNOTATIONS or any(type(value) is type(one) and value == one for one in idle)
+    return keyword in ANNOTATIONS or any(type(value) is type(one) and value == one for one in idle)
 
 
 def _exclude_zero(node: dict[str, Any]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.format import MAX_PARALLEL_CALLS, CallArguments, NewId, Tool, ToolFormat
 from gateway.text.tools.schema import (
     ANY_OBJECT,
-    ANY_VALUE,
     arguments_expression,
     arguments_schema,
     definitions,
@@ -21,24 +19,6 @@ from gateway.text.tools.schema import (
 )
 
 ANY_TEXT = r"/(?s:.*)/"
-
-_KEYWORD_SAFE = frozenset(
-    {
-        "$comment",
-        "$defs",
-        "$id",
-        "$schema",
-        "additionalProperties",
-        "definitions",
-        "description",
-        "examples",
-        "properties",
-        "required",
-        "title",
-        "type",
-    }
-)
-"""Keywords of schemas whose properties can be written one by one."""
 
 
 def call_arguments(tool: Tool, *, free: bool) -> str:
@@ -187,91 +167,3 @@ def text_unless(pattern: str, calls: Fragment) -> Fragment:
     """Return a message that consists of calls, or of text that does not begin with a match of the pattern."""
     text = f"T_TEXT: {ANY_TEXT} & ~/({pattern})(?s:.*)/"
     return Fragment(any_of(["T_TEXT", calls.expression]), (text, *calls.rules))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notation:
-    """Notation of arguments.
-
-    Attributes:
-        is_name: Function that tells whether a name can be written without quotes.
-        sign: Text between a name and its value.
-        between: Text between two arguments.
-        constant: Function that returns the text of True, False and None, and None for other values, which are
-            JSON.
-        spread: Text that turns one JSON object into all arguments, for schemas that cannot be written one by one.
-    """
-
-    is_name: Callable[[str], bool]
-    sign: str
-    between: str
-    constant: Callable[[object], str | None]
-    spread: str
-
-
-def keyword_arguments(tool: Tool, notation: Notation, prefix: str, *, free: bool) -> Fragment:
-    """Return the arguments of a tool.
-
-    Args:
-        tool: The tool.
-        notation: Notation of the arguments.
-        prefix: Prefix of the names of rules.
-        free: Allow any arguments whatever the schema says.
-    """
-    if free:
-        pair = f"{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {json.dumps(notation.sign)} {ANY_VALUE}"
-        return Fragment(f"({prefix}_pair ({json.dumps(notation.between)} {prefix}_pair)*)?", (pair,))
-    schema = arguments_schema(tool)
-    if not _can_be_keywords(schema, notation):
-        return Fragment(f"{json.dumps(notation.spread)} {value_expression(schema, tool)}")
-    required = frozenset(schema.get("required", ()))
-    names = list(schema.get("properties", {}))
-    shared = definitions(schema)
-    rules = []
-    for index, name in enumerate(names):
-        value = _keyword_value(schema["properties"][name], shared, notation, tool)
-        rules.append(f"{prefix}_{index}: {json.dumps(name + notation.sign)} {value}")
-    return Fragment(
-        f"{prefix}_first_0", (*rules, *_keyword_order(prefix, [name in required for name in names], notation))
-    )
-
-
-def _can_be_keywords(schema: Mapping[str, Any], notation: Notation) -> bool:
-    """Return True if each argument's schema is self-contained and only the named arguments are possible."""
-    properties = schema.get("properties", {})
-    return (
-        schema.keys() <= _KEYWORD_SAFE
-        and schema.get("additionalProperties") is False
-        and all(map(notation.is_name, properties))
-        and set(schema.get("required", ())) <= properties.keys()
-        and not refers_elsewhere(schema)
-    )
-
-
-def _keyword_order(prefix: str, required: list[bool], notation: Notation) -> list[str]:
-    """Return rules for arguments in the order of the schema, with optional ones left out or not."""
-    rules = [f'{prefix}_first_{len(required)}: ""', f'{prefix}_next_{len(required)}: ""']
-    for index, is_required in enumerate(required):
-        for kind, separator in (("first", ""), ("next", json.dumps(notation.between) + " ")):
-            body = f"{separator}{prefix}_{index} {prefix}_next_{index + 1}"
-            skip = "" if is_required else f" | {prefix}_{kind}_{index + 1}"
-            rules.append(f"{prefix}_{kind}_{index}: {body}{skip}")
-    return rules
-
-
-def _keyword_value(schema: Any, shared: Mapping[str, Any], notation: Notation, tool: Tool) -> str:
-    """Return the values of one argument.
-
-    Constants use the notation's own words if the schema says nothing more specific.
-    """
-    if not isinstance(schema, Mapping):
-        return ANY_VALUE
-    constants: tuple[object, ...] = ()
-    if schema.get("type") == "boolean" and "enum" not in schema and "const" not in schema:
-        constants = (True, False)
-    elif schema.get("type") == "null":
-        constants = (None,)
-    texts = [text for value in constants if (text := notation.constant(value)) is not None]
-    if texts:
-        return any_of(map(json.dumps, texts))
-    return value_expression({**schema, **shared}, tool)

@@ -17,12 +17,15 @@ from typing import Any
 from gateway.text.tools.format import CallArguments, ToolFormat, ToolRequest
 from gateway.text.tools.plain_json import FALLBACK
 
-_TOOLS = re.compile(r"\btools\b")
-_CALLS = re.compile(r"\btool_calls\b")
-_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*[!=>]=?\s*1|tool_calls\[0\]")
-_TEXT_ARGUMENTS = re.compile(r"\barguments(?:'\]|\"\])?\s*[+~]")
-_SHORT_IDS = re.compile(r"id\s*\|\s*length\s*!=\s*9")
-_NULL_CONTENT = re.compile(r"\bcontent(?:'\]|\"\])?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
+_FEATURES = {
+    "tools": r"\btools\b",
+    "calls": r"\btool_calls\b",
+    "one_call": r"tool_calls\s*\|\s*length\s*[!=>]=?\s*1|tool_calls\[0\]",
+    "text_arguments": r"\barguments(?:'\]|\"\])?\s*[+~]",
+    "short_ids": r"id\s*\|\s*length\s*!=\s*9",
+    "null_content": r"\bcontent(?:'\]|\"\])?\s+is\s+(?:not\s+)?(?i:none)",
+}
+"""Signs of features in the text of a template."""
 _NO_SYSTEM = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)
 
 
@@ -54,15 +57,8 @@ def template_support(template: str | None, form: ToolFormat | None) -> TemplateS
     """Detect the features of a template from its text. If it does not mention the format, it supports no tools."""
     if template is None:
         return TemplateSupport()
-    support = TemplateSupport(
-        tools=_TOOLS.search(template) is not None,
-        calls=_CALLS.search(template) is not None,
-        one_call=_ONE_CALL.search(template) is not None,
-        text_arguments=_TEXT_ARGUMENTS.search(template) is not None,
-        short_ids=_SHORT_IDS.search(template) is not None,
-        null_content=_NULL_CONTENT.search(template) is not None,
-        system=_NO_SYSTEM.search(template) is None,
-    )
+    features = {name: re.search(pattern, template) is not None for name, pattern in _FEATURES.items()}
+    support = TemplateSupport(**features, system=_NO_SYSTEM.search(template) is None)
     return replace(support, tools=False, calls=False) if form is FALLBACK else support
 
 

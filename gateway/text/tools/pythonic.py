@@ -9,37 +9,24 @@ import json
 import keyword
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gateway.text.grammars.grammar import Fragment
-from gateway.text.tools.calls_grammar import (
-    MarkedFormat,
-    Notation,
-    call_rules,
-    keyword_arguments,
-    repeated,
-    text_unless,
-)
+from gateway.text.grammars.json_schema import ANNOTATIONS
+from gateway.text.tools.calls_grammar import MarkedFormat, call_rules, repeated, text_unless
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.literals import LiteralReader
 from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Steps
+from gateway.text.tools.schema import ANY_VALUE, arguments_schema, definitions, refers_elsewhere, value_expression
 
 START, END = "<|python_start|>", "<|python_end|>"
 _NAMELESS = ('"', "'", "[", "{")
 """Characters that begin a value which is written without a name."""
 FENCE, FENCE_END = "```tool_code", "```"
-
-
-def _constant(value: object) -> str | None:
-    return {True: "True", False: "False", None: "None"}[value] if value is None or isinstance(value, bool) else None
-
-
-NOTATION = Notation(
-    is_name=lambda name: name.isascii() and name.isidentifier() and not keyword.iskeyword(name),
-    sign="=",
-    between=", ",
-    constant=_constant,
-    spread="**",
+_KEYWORD_SAFE = ANNOTATIONS.union(
+    ("$id", "$schema", "$defs", "definitions", "type", "properties", "additionalProperties", "required")
 )
+"""Keywords of schemas whose properties can be written one by one."""
 
 
 class PythonicFormat(ToolFormat):
@@ -210,7 +197,7 @@ def render_call(name: str, values: CallArguments) -> str:
     """Return a call as Python."""
     if isinstance(values, str):
         return f"{name}(**{values})"
-    if not all(map(NOTATION.is_name, values)):
+    if not all(map(_is_name, values)):
         return f"{name}(**{values!r})"
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
@@ -227,11 +214,71 @@ def _rules(tools: Sequence[Tool], *, free: bool, before: str = "", rule: str = "
     rules: list[str] = []
 
     def call(tool: Tool) -> str:
-        arguments = keyword_arguments(tool, NOTATION, f"{rule}_args_{len(rules)}", free=free and not tool.strict)
+        arguments = _keyword_arguments(tool, f"{rule}_args_{len(rules)}", free=free and not tool.strict)
         rules.extend(arguments.rules)
         return f'{json.dumps(before + tool.name + "(")} {arguments.expression} ")"'
 
     return (*call_rules(tools, call, rule), *rules)
+
+
+def _is_name(text: str) -> bool:
+    return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _keyword_arguments(tool: Tool, prefix: str, *, free: bool) -> Fragment:
+    """Return the arguments of a tool.
+
+    Args:
+        tool: The tool.
+        prefix: Prefix of the names of rules.
+        free: Allow any arguments whatever the schema says.
+    """
+    if free:
+        pair = f'{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {ANY_VALUE}'
+        return Fragment(f'({prefix}_pair (", " {prefix}_pair)*)?', (pair,))
+    schema = arguments_schema(tool)
+    if not _can_be_keywords(schema):
+        return Fragment(f'"**" {value_expression(schema, tool)}')
+    required = frozenset(schema.get("required", ()))
+    names = list(schema.get("properties", {}))
+    shared = definitions(schema)
+    rules = []
+    for index, name in enumerate(names):
+        value = _keyword_value(schema["properties"][name], shared, tool)
+        rules.append(f"{prefix}_{index}: {json.dumps(name + '=')} {value}")
+    return Fragment(f"{prefix}_first_0", (*rules, *_keyword_order(prefix, [name in required for name in names])))
+
+
+def _can_be_keywords(schema: Mapping[str, Any]) -> bool:
+    """Return True if each argument's schema is self-contained and only the named arguments are possible."""
+    properties = schema.get("properties", {})
+    return (
+        schema.keys() <= _KEYWORD_SAFE
+        and schema.get("additionalProperties") is False
+        and all(map(_is_name, properties))
+        and set(schema.get("required", ())) <= properties.keys()
+        and not refers_elsewhere(schema)
+    )
+
+
+def _keyword_order(prefix: str, required: list[bool]) -> list[str]:
+    """Return rules for arguments in the order of the schema, with optional ones left out or not."""
+    rules = [f'{prefix}_first_{len(required)}: ""', f'{prefix}_next_{len(required)}: ""']
+    for index, is_required in enumerate(required):
+        for kind, separator in (("first", ""), ("next", '", " ')):
+            body = f"{separator}{prefix}_{index} {prefix}_next_{index + 1}"
+            skip = "" if is_required else f" | {prefix}_{kind}_{index + 1}"
+            rules.append(f"{prefix}_{kind}_{index}: {body}{skip}")
+    return rules
+
+
+def _keyword_value(schema: Any, shared: Mapping[str, Any], tool: Tool) -> str:
+    """Return the values of one argument: Python's constants if the schema says nothing more specific."""
+    if not isinstance(schema, Mapping):
+        return ANY_VALUE
+    if schema.get("type") == "boolean" and "enum" not in schema and "const" not in schema:
+        return '("True" | "False")'
+    return '"None"' if schema.get("type") == "null" else value_expression({**schema, **shared}, tool)
 
 
 PYTHONIC = PythonicFormat()
