@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.common.fields import ChatFields, TokenizeFields, invalid
+from gateway.api.common.fields import ChatFields, TokenizeFields, invalid, unsupported
 from gateway.api.common.messages import check_template_kwargs, template_messages
 from gateway.api.common.reasoning import effort_variables
 from gateway.api.common.tools import tool_request
@@ -96,10 +96,8 @@ def _check_documents(documents: Sequence[Mapping[str, Any]], entry: ModelEntry) 
     if len(documents) > MAX_DOCUMENTS:
         raise invalid("documents", f"has {len(documents)} entries; at most {MAX_DOCUMENTS} are allowed.")
     if not entry.pipeline.takes_documents:
-        raise invalid(
-            "documents",
-            "are not supported by this model: its chat template does not read them. Leave them out.",
-            "unsupported_parameter",
+        raise unsupported(
+            "documents", "are not supported by this model: its chat template does not read them. Leave them out."
         )
 
 

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.api.common.fields import MAX_INT32, check_range, invalid
+from gateway.api.common.fields import MAX_INT32, check_range, invalid, unsupported
 from gateway.cluster.registry import ModelEntry
 from shared.sampling_params import ThinkingBudget
 
@@ -41,10 +41,8 @@ def effort_variables(effort: str, given: Mapping[str, Any], entry: ModelEntry) -
     if "reasoning_effort" in known and (effort != "none" or not values):
         values["reasoning_effort"] = effort
     if not values and not (effort == "none" and entry.formats.reasoning is None):
-        raise invalid(
-            "reasoning_effort",
-            "is not supported by this model: its chat template does not read it. Leave it out.",
-            "unsupported_parameter",
+        raise unsupported(
+            "reasoning_effort", "is not supported by this model: its chat template does not read it. Leave it out."
         )
     for name, value in values.items():
         if name in given and given[name] != value:
@@ -75,15 +73,11 @@ async def thinking_budget(max_tokens: int, entry: ModelEntry, *, opened: bool, c
     check_range(name, max_tokens, 0, MAX_INT32)
     reasoning = entry.formats.reasoning
     if reasoning is None:
-        raise invalid(
-            name, "is not supported by this model: it has no reasoning format. Leave it out.", "unsupported_parameter"
-        )
+        raise unsupported(name, "is not supported by this model: it has no reasoning format. Leave it out.")
     start, end = reasoning.starts[0], reasoning.ends[0] if constrained else reasoning.forced_end
     if not marks_are_tokens((start, end), entry):
-        raise invalid(
-            name,
-            "is not supported by this model: its reasoning marks are not single tokens. Leave it out.",
-            "unsupported_parameter",
+        raise unsupported(
+            name, "is not supported by this model: its reasoning marks are not single tokens. Leave it out."
         )
     start_ids = await entry.pipeline.encode(start, False, param=name)
     end_ids = await entry.pipeline.encode(end, False, param=name)

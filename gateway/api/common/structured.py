@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from gateway.api.common.fields import (
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponseFormat,
+    SamplingFields,
     StructuredOutputs,
     invalid,
 )
@@ -20,7 +21,6 @@ from gateway.text.grammars.json_schema import check_strict, json_expression
 from gateway.text.grammars.regex_size import check_size
 from gateway.text.grammars.structural_tags import StructuralTag, structural_tag_fragment
 from gateway.text.json_text import parsed_json
-from shared.errors import InvalidRequestError
 
 MAX_WHITESPACE_PATTERN = 256
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -28,19 +28,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _JSON_KINDS = ("json", "json_object", "structural_tag")
 
 
-class StructuredFields(Protocol):
-    """Fields of a generating request that constrain the content."""
-
-    @property
-    def response_format(self) -> ResponseFormat | None:
-        """OpenAI's field."""
-
-    @property
-    def structured_outputs(self) -> StructuredOutputs | None:
-        """Field of vLLM."""
-
-
-def structured_fragment(fields: StructuredFields, special_ids: Mapping[str, int] | None = None) -> Fragment | None:
+def structured_fragment(fields: SamplingFields, special_ids: Mapping[str, int] | None = None) -> Fragment | None:
     """Return the grammar of the content; None for free text. Its rules and terminals begin with `so_` or `st_`.
 
     Args:
@@ -57,8 +45,7 @@ def structured_fragment(fields: StructuredFields, special_ids: Mapping[str, int]
     if outputs is None:
         return fragment
     if fragment is not None:
-        message = "response_format and structured_outputs cannot be combined. Send one of them."
-        raise InvalidRequestError(message, param="structured_outputs")
+        raise invalid("structured_outputs", "and response_format cannot be combined. Send one of them.")
     return _outputs_fragment(outputs, special_ids)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.api.common.fan_in import FanIn, open_events
-from gateway.api.common.fields import CompletionFields, invalid, parse_fields
+from gateway.api.common.fields import CompletionFields, invalid, parse_fields, unsupported
 from gateway.api.common.grammar import request_grammar
 from gateway.api.common.options import RequestOptions, completion_options, max_text_tokens
 from gateway.api.common.prepare import find_model
@@ -211,10 +211,8 @@ async def fill_in_middle(
     """
     family = _fill_in_marks(pipeline)
     if family is None:
-        raise invalid(
-            "suffix",
-            "is not supported by this model: its vocabulary has no fill-in-the-middle tokens. Leave it out.",
-            "unsupported_parameter",
+        raise unsupported(
+            "suffix", "is not supported by this model: its vocabulary has no fill-in-the-middle tokens. Leave it out."
         )
     before = prompt
     if isinstance(before, str):
