@@ -78,7 +78,7 @@ class Bench:
         spec = files.spec
         dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
         self._decoder = Decoder(
-            spec, files.weights, dtype=dtype, device="cpu", max_num_tokens=4096, max_model_len=spec.max_position
+            spec, files.weights, dtype=dtype, device="cpu", max_model_len=spec.max_position
         )
         self._kv = KVStorage(spec, self._num_pages(), PAGE_SIZE, kv_dtype, "cpu")
         self._decoder.fuse_layers(self._kv)

@@ -37,8 +37,6 @@ def draft_spec(target: DecoderSpec, layers: Sequence[int]) -> DecoderSpec:
         raise ConfigurationError(f"--chosen-layers {layers}: the target has layers 0 to {target.num_layers - 1}")
     if len(target.kv_groups) > 1:
         raise ConfigurationError("the target has layers with and without a window, which is not supported")
-    if target.attention_softcap is not None or target.logits_softcap is not None or target.embedding_scale is not None:
-        raise ConfigurationError("the target has soft caps or a scaled embedding, which is not supported")
     # The target's sliding window is omitted: drafts are verified, and training texts are shorter than it.
     group = KVGroupSpec(layers=tuple(range(len(layers))))
     return dataclasses.replace(target, num_layers=len(layers), kv_groups=(group,))

@@ -20,7 +20,6 @@ from worker.model.loading.model_files import ModelFiles
 _PAGE_SIZE = 16
 _HEAD_ROWS = 256
 """Tokens whose logits are computed together."""
-_STEP_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,7 @@ class LoadedModel:
         self.spec = files.spec
         self._ends = frozenset(files.eos_token_ids)
         self._pages_each = -(-max_length // _PAGE_SIZE)
-        self._decoder = Decoder(
-            files.spec, files.weights, dtype=dtype, device=device, max_num_tokens=_STEP_TOKENS, max_model_len=max_length
-        )
+        self._decoder = Decoder(files.spec, files.weights, dtype=dtype, device=device, max_model_len=max_length)
         files.weights.close()
         kv_dtype = resolve_kv_dtype(settings, device, dtype)
         self._kv = KVStorage(files.spec, num_texts * self._pages_each, _PAGE_SIZE, kv_dtype, device)

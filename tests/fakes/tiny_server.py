@@ -151,7 +151,6 @@ class TinyServer(Harness):
             tiny_weights(spec, seed),
             dtype=torch.float32,
             device=device,
-            max_num_tokens=self.scheduler.config.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
         )
 

@@ -53,7 +53,7 @@ def run_only_the_last_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
     """Return [18, vocab] logits of two requests, from a prefill step and a decode step."""
     decoder = Decoder(
-        files.spec, files.weights, dtype=torch.float16, device=device, max_num_tokens=64, max_model_len=64
+        files.spec, files.weights, dtype=torch.float16, device=device, max_model_len=64
     )
     kv = KVStorage(files.spec, 8, 16, torch.float32, device)
     steps = [

@@ -106,7 +106,6 @@ def load_decoder(
             dtype=dtype,
             device=device,
             parallel=parallel,
-            max_num_tokens=settings.max_num_batched_tokens,
             max_model_len=max_model_len or settings.max_model_len or files.spec.max_position,
             deterministic=settings.deterministic,
         )

@@ -44,7 +44,6 @@ def attention_geometry(
         rotary_dim=spec.rope.rotary_dim,
         page_size=page_size,
         scale=spec.scale,
-        softcap=spec.attention_softcap,
         window=window,
     )
 

@@ -132,7 +132,6 @@ class Decoder:
         parallel: Ranks.
         dtype: Dtype of weights and activations. The residual stream is float32 on the CPU, where it costs nothing.
         device: Device of the weights.
-        max_num_tokens: Maximum number of tokens of a step.
         deterministic: The result of a token must not depend on the batch or on how its prompt is split into
             chunks.
         max_model_len: Upper bound of positions.
@@ -150,14 +149,12 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device | str,
         parallel: ParallelContext | None = None,
-        max_num_tokens: int,
         max_model_len: int,
         deterministic: bool = False,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
-        self.max_num_tokens = max_num_tokens
         self.max_model_len = max_model_len
         self._parallel = parallel or ParallelContext()
         self._ops = select_ops(self.device, deterministic=deterministic)
@@ -209,7 +206,7 @@ class Decoder:
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
         """Return the first part of `forward`: [S, hidden] of the tokens batch.logits_indices, after the last norm."""
-        residual = self._embedding(batch.input_ids, self._residual_dtype, self.spec.embedding_scale)
+        residual = self._embedding(batch.input_ids, self._residual_dtype)
         prepared = [self._prepare(batch, kv, group) for group in range(len(self._groups))]
         delta: torch.Tensor | None = None
         if self._fused is not None and residual.shape[0] > 0:
@@ -229,10 +226,7 @@ class Decoder:
 
         The caller bounds its memory by slices.
         """
-        logits = self._head(hidden)
-        if self.spec.logits_softcap is not None:
-            logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
-        return logits
+        return self._head(hidden)
 
     def _prepare(self, batch: ForwardBatch, kv: KVStorage, group: int) -> Any:
         inputs = AttentionInputs(

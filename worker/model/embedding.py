@@ -43,15 +43,13 @@ class VocabularyParallelEmbedding:
         self.raw = raw if keeps_format(place.device) else None
         self.values = raw.dequantize(place.dtype).to(place.device) if self.raw is None else torch.empty(0)
 
-    def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> torch.Tensor:
-        """Look up [T] int32 ids: [T, hidden] of `dtype`, multiplied by `scale`, the same on every rank."""
+    def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Look up [T] int32 ids: [T, hidden] of `dtype`, the same on every rank."""
         alone = self._parallel.tp_size == 1
         local = input_ids if alone else input_ids - self._rows.start
         if self.raw is None:
-            return self._parallel.all_reduce(self._ops.embed(local, self.values, scale, dtype))
+            return self._parallel.all_reduce(self._ops.embed(local, self.values, None, dtype))
         out = self.raw.take_rows(local).dequantize(dtype) if alone else _held(self.raw, local, dtype)
-        if scale is not None:
-            out *= scale
         return self._parallel.all_reduce(out)
 
 

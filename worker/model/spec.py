@@ -74,9 +74,6 @@ class DecoderSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     attention_scale: float | None = None
-    attention_softcap: float | None = None
-    logits_softcap: float | None = None
-    embedding_scale: float | None = None
     kv_groups: tuple[KVGroupSpec, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -145,8 +145,6 @@ def _cut(text, count):
 def test_unsupported_target_is_rejected():
     with pytest.raises(ConfigurationError, match="layers 0 to 2"):
         draft_spec(SPEC, [0, 3])
-    with pytest.raises(ConfigurationError, match="soft caps"):
-        draft_spec(dataclasses.replace(SPEC, logits_softcap=30.0), [0])
 
 
 def test_texts_record_the_distributions_of_the_target(target, texts):

@@ -42,7 +42,6 @@ def load(weights, spec=None) -> Decoder:
         weights,
         dtype=torch.float32,
         device="cpu",
-        max_num_tokens=256,
         max_model_len=MAX_MODEL_LEN,
     )
 

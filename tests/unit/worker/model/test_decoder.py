@@ -98,7 +98,7 @@ def run_chunks(decoder: Decoder, spec: DecoderSpec, ids: list[int], chunks: list
 
 
 def make_decoder(spec: DecoderSpec, weights: MemoryWeights, dtype: torch.dtype = torch.float32) -> Decoder:
-    return Decoder(spec, weights, dtype=dtype, device="cpu", max_num_tokens=256, max_model_len=MAX_LEN)
+    return Decoder(spec, weights, dtype=dtype, device="cpu", max_model_len=MAX_LEN)
 
 
 def token_ids(count: int, vocab: int = 131) -> list[int]:

@@ -62,7 +62,7 @@ def prompts(files: ModelFiles) -> list[list[int]]:
 
 
 def make_decoder(files: ModelFiles, dtype: torch.dtype) -> Decoder:
-    return Decoder(files.spec, files.weights, dtype=dtype, device="cpu", max_num_tokens=2048, max_model_len=512)
+    return Decoder(files.spec, files.weights, dtype=dtype, device="cpu", max_model_len=512)
 
 
 @pytest.fixture(scope="module")

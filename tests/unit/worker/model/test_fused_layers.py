@@ -29,7 +29,6 @@ def make_decoder(
         files.weights,
         dtype=dtype,
         device="cpu",
-        max_num_tokens=256,
         max_model_len=256,
         deterministic=deterministic,
     )

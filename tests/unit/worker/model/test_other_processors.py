@@ -34,7 +34,6 @@ def make_decoder(files: ModelFiles, dtype: torch.dtype, *, deterministic: bool =
         files.weights,
         dtype=dtype,
         device=CPU,
-        max_num_tokens=64,
         max_model_len=64,
         deterministic=deterministic,
     )

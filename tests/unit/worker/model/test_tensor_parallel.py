@@ -65,7 +65,6 @@ def test_ranks_together_equal_single_rank(size: int, tied: bool) -> None:
             dtype=torch.float32,
             device="cpu",
             parallel=parallel,
-            max_num_tokens=64,
             max_model_len=MAX_LEN,
         )
         part = KVStorage(spec, 5, PAGE, torch.float32, "cpu", parallel)

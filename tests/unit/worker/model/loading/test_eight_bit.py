@@ -229,9 +229,7 @@ def test_the_cpu_serves_the_values(tmp_path: Path, kind: str) -> None:
     logits = []
     for name in ("m", "dense"):
         files = opened(tmp_path / name)
-        decoder = Decoder(
-            files.spec, files.weights, dtype=torch.float32, device="cpu", max_num_tokens=16, max_model_len=16
-        )
+        decoder = Decoder(files.spec, files.weights, dtype=torch.float32, device="cpu", max_model_len=16)
         kv = KVStorage(files.spec, 1, 16, torch.float32, "cpu")
         logits.append(decoder.forward(make_batch([([5, 200, 7, 31], 0, [0])], 16), kv))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)

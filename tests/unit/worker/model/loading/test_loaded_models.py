@@ -19,9 +19,7 @@ PAGE = 16
 
 
 def _logits(files: ModelFiles, ids: list[int]) -> torch.Tensor:
-    decoder = Decoder(
-        files.spec, files.weights, dtype=torch.float32, device="cpu", max_num_tokens=len(ids), max_model_len=len(ids)
-    )
+    decoder = Decoder(files.spec, files.weights, dtype=torch.float32, device="cpu", max_model_len=len(ids))
     pages = list(range(-(-len(ids) // PAGE)))
     kv = KVStorage(files.spec, len(pages), PAGE, torch.float32, "cpu")
     return decoder.forward(make_batch([(ids, 0, pages)], PAGE), kv)
