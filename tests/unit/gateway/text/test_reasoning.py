@@ -78,30 +78,21 @@ def test_reasoning_is_split_from_content(text: str, opened: bool, expected: tupl
         assert split(THINK, pieces, opened) == expected
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    parts=st.lists(st.sampled_from(["<", "think", ">", "<think>", "</think>", "</", " ", "\n", "a", "\u2003"])),
-    cuts=st.sets(st.integers(0, 80)),
-    opened=st.booleans(),
-)
-def test_any_division_gives_the_same(parts: list[str], cuts: set[int], opened: bool) -> None:
-    text = "".join(parts)
+PARTS = {
+    "think": ["<", "think", ">", "<think>", "</think>", "</", " ", "\n", "a", "\u2003"],
+    "granite": [*GRANITE.starts, *GRANITE.ends, "Here", "'s my", " is", " ", "response", ":", "x"],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), cuts=st.sets(st.integers(0, 80)), opened=st.booleans())
+def test_any_division_gives_the_same(name: str, data: st.DataObject, cuts: set[int], opened: bool) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(PARTS[name]))))
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    assert split(THINK, pieces, opened) == split(THINK, [text], opened)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    parts=st.lists(
-        st.sampled_from([*GRANITE.starts, *GRANITE.ends, "Here", "'s my", " is", " ", "response", ":", "x"])
-    ),
-    size=st.integers(1, 9),
-)
-def test_any_division_gives_the_same_with_several_marks(parts: list[str], size: int) -> None:
-    text = "".join(parts)
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    assert split(GRANITE, pieces) == split(GRANITE, [text])
+    marks = REASONING_FORMATS[name]
+    assert split(marks, pieces, opened) == split(marks, [text], opened)
 
 
 @pytest.mark.parametrize("unit", [" ", "</think", "</", "<think>", "\n a", "Here's my res"])
@@ -137,9 +128,7 @@ def test_formats_are_detected(name: str) -> None:
     template = "{{ message.content.split('" + (marks.sign or marks.ends[0]) + "')[-1] }}"
     assert detect_reasoning(template, {}) is marks
     assert detect_reasoning("{{ message.content }}", {"<|im_end|>": 2}) is None
-
-
-def test_a_vocabulary_with_both_marks_is_enough() -> None:
+    # A vocabulary with both marks is enough.
     assert detect_reasoning("", {"<think>": 7, "</think>": 8}) is THINK
     assert detect_reasoning("", {"<think>": 7}) is None
 

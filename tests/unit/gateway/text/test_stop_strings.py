@@ -26,23 +26,6 @@ def expected(text: str, strings: Sequence[str], *, include: bool) -> tuple[str, 
     return text[: end if include else end - len(found)], found
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stop", "text"),
-    [
-        (["Hi", "\nUser", ":", " more"], "\nUser:", "Hi"),
-        (["The quick br", "own f", "ox jumps"], "own fox", "The quick br"),
-        (["alpha ", "beta", " gamma", " delta"], "beta gamma", "alpha "),
-        (["one\n", "two\n", "three"], "\n<|endoftext|>", "one\ntwo\nthree"),
-        (["aab"], "ab", "a"),
-        (["abababa", "babac"], "ababac", "abababab"[:6]),
-    ],
-)
-def test_reported_cases(pieces: list[str], stop: str, text: str) -> None:
-    shown, found = run(pieces, [stop])
-    assert "".join(shown) == text
-    assert (found is not None) == (stop in "".join(pieces))
-
-
 @settings(max_examples=500)
 @given(
     pieces=st.lists(st.text("ab\n🛑", max_size=5), max_size=12),
@@ -50,6 +33,8 @@ def test_reported_cases(pieces: list[str], stop: str, text: str) -> None:
     include=st.booleans(),
 )
 @example(["abc"], ["abcd", "bc"], False)
+@example(["abababa", "babac"], ["ababac"], False)
+@example(["The quick br", "own f", "ox jumps"], ["own fox"], True)
 def test_any_division_follows_the_definition(pieces: list[str], strings: list[str], include: bool) -> None:
     shown, found = run(pieces, strings, include=include)
     assert ("".join(shown), found) == expected("".join(pieces), strings, include=include)

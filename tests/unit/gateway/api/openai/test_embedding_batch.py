@@ -14,7 +14,7 @@ from gateway.flow.events import GenerationRequest
 from shared.errors import ContextLengthError, InternalError, RateLimitError, WorkerLostError
 from shared.messages import Finish, FinishReason, Submit, WorkerStats
 from tests.fakes.fake_worker import FakeWorker
-from tests.fakes.gateway_core import Core, collect, make_request, running_core, until
+from tests.fakes.gateway_core import Core, collect, joined, linked, make_request, running_core, until
 from tests.fakes.vectors import vector_of
 
 
@@ -35,40 +35,40 @@ def observations(core: Core, name: str) -> float:
 
 async def test_metrics_count_a_batch_as_one_request(tmp_path) -> None:
     prompts = [[5 + index, 6] for index in range(20)]
-    with FakeWorker(tmp_path) as worker:
-        async with running_core(tmp_path) as core:
-            assert await run(core, prompts, 4, salt=b"s", priority=3) == [vector_of(ids, "mean") for ids in prompts]
-            submits = worker.submits()
-            assert [submit.token_ids for submit in submits] == prompts
-            assert {
-                (one.pooling, one.num_choices, one.num_prompt_tokens, one.salt, one.priority) for one in submits
-            } == {("mean", 1, 2, b"s", 3)}
-            assert len({submit.request_id for submit in submits}) == 20 and not worker.cancels()
-            assert core.sample("requests_accepted_total", model_name="fake") == 1
-            assert core.sample("request_success_total", model_name="fake", finished_reason="stop") == 1
-            assert observations(core, "e2e_request_latency_seconds") == 1
-            for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
-                assert observations(core, name) == 0
-            assert core.admission.num_requests == core.admission.num_sequences == core.admission.waiting_tokens == 0
+    async with linked(tmp_path) as (core, worker):
+        assert await run(core, prompts, 4, salt=b"s", priority=3) == [vector_of(ids, "mean") for ids in prompts]
+        submits = worker.submits()
+        assert [submit.token_ids for submit in submits] == prompts
+        assert {(one.pooling, one.num_choices, one.num_prompt_tokens, one.salt, one.priority) for one in submits} == {
+            ("mean", 1, 2, b"s", 3)
+        }
+        assert len({submit.request_id for submit in submits}) == 20 and not worker.cancels()
+        assert core.sample("requests_accepted_total", model_name="fake") == 1
+        assert core.sample("request_success_total", model_name="fake", finished_reason="stop") == 1
+        assert observations(core, "e2e_request_latency_seconds") == 1
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+            assert observations(core, name) == 0
+        assert core.admission.num_requests == core.admission.num_sequences == core.admission.waiting_tokens == 0
 
 
 async def test_admission_counts_the_inputs_in_flight(tmp_path) -> None:
     prompts = [[5] * (1 + index % 3) for index in range(40)]
-    with FakeWorker(tmp_path, max_num_seqs=4) as worker:
-        async with running_core(tmp_path, max_waiting_requests=1, max_waiting_tokens=10) as core:
-            await until(core.registry.models)
-            worker.faults.stalled = True
-            batch = asyncio.create_task(run(core, prompts, 4))
-            await until(lambda: worker.num_running == 4)
-            assert (core.admission.num_requests, core.admission.num_sequences) == (1, 4)
-            assert core.admission.waiting_tokens == 4 * 3  # an idle server takes what is above its limit
-            with pytest.raises(RateLimitError, match="prompt tokens"):
-                core.generator.submit(make_request([5]))
-            with pytest.raises(RateLimitError, match="sequences"):
-                await run(core, [[5], [6]], 2)
-            worker.faults.stalled = False
-            assert len(await batch) == 40
-            assert core.admission.num_sequences == 0
+    async with linked(tmp_path, {"max_waiting_requests": 1, "max_waiting_tokens": 10}, max_num_seqs=4) as (
+        core,
+        worker,
+    ):
+        worker.faults.stalled = True
+        batch = asyncio.create_task(run(core, prompts, 4))
+        await until(lambda: worker.num_running == 4)
+        assert (core.admission.num_requests, core.admission.num_sequences) == (1, 4)
+        assert core.admission.waiting_tokens == 4 * 3  # an idle server takes what is above its limit
+        with pytest.raises(RateLimitError, match="prompt tokens"):
+            core.generator.submit(make_request([5]))
+        with pytest.raises(RateLimitError, match="sequences"):
+            await run(core, [[5], [6]], 2)
+        worker.faults.stalled = False
+        assert len(await batch) == 40
+        assert core.admission.num_sequences == 0
 
 
 class CountingWorker(FakeWorker):
@@ -111,12 +111,11 @@ async def test_inputs_in_flight_are_bounded(tmp_path, prompts, speed, requests, 
 
 
 async def test_an_input_may_be_as_long_as_the_context(tmp_path) -> None:
-    with FakeWorker(tmp_path, max_model_len=32, num_pages=2):
-        async with running_core(tmp_path) as core:
-            assert await run(core, [[5] * 32], 4) == [vector_of([5] * 32, "mean")]
-            with pytest.raises(ContextLengthError) as error:
-                await run(core, [[5] * 33], 4)
-            assert error.value.param == "input"
+    async with linked(tmp_path, max_model_len=32, num_pages=2) as (core, _):
+        assert await run(core, [[5] * 32], 4) == [vector_of([5] * 32, "mean")]
+        with pytest.raises(ContextLengthError) as error:
+            await run(core, [[5] * 33], 4)
+        assert error.value.param == "input"
 
 
 async def test_an_input_that_the_worker_refuses_cancels_the_others(tmp_path) -> None:
@@ -125,30 +124,28 @@ async def test_an_input_that_the_worker_refuses_cancels_the_others(tmp_path) -> 
             return Finish(FinishReason.ERROR, message="It does not fit.", code="context_length_exceeded")
         return vector_of(submit.token_ids)
 
-    with FakeWorker(tmp_path, embedding=embedding, delay=0.01) as worker:
-        async with running_core(tmp_path) as core:
-            with pytest.raises(ContextLengthError, match="It does not fit"):
-                await run(core, [[5]] * 9 + [[9]] + [[5]] * 300, 4)
-            await until(lambda: worker.num_running == 0)
-            assert len(worker.submits()) < 30
-            assert core.sample("request_failures_total", model_name="fake", reason="error") == 1
-            assert core.sample("request_success_total", model_name="fake", finished_reason="stop") == 0
-            assert core.admission.num_sequences == 0
+    async with linked(tmp_path, embedding=embedding, delay=0.01) as (core, worker):
+        with pytest.raises(ContextLengthError, match="It does not fit"):
+            await run(core, [[5]] * 9 + [[9]] + [[5]] * 300, 4)
+        await until(lambda: worker.num_running == 0)
+        assert len(worker.submits()) < 30
+        assert core.sample("request_failures_total", model_name="fake", reason="error") == 1
+        assert core.sample("request_success_total", model_name="fake", finished_reason="stop") == 0
+        assert core.admission.num_sequences == 0
 
 
 async def test_cancellation_cancels_all_inputs_at_the_worker(tmp_path) -> None:
-    with FakeWorker(tmp_path) as worker:
+    async with linked(tmp_path) as (core, worker):
         worker.faults.stalled = True
-        async with running_core(tmp_path) as core:
-            batch = asyncio.create_task(run(core, [[5]] * 50, 8))
-            await until(lambda: worker.num_running == 8)
-            batch.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await batch
-            assert core.admission.num_sequences == 0
-            await until(lambda: worker.num_running == 0)
-            assert len(worker.submits()) == 8
-            assert core.sample("request_failures_total", model_name="fake", reason="abort") == 1
+        batch = asyncio.create_task(run(core, [[5]] * 50, 8))
+        await until(lambda: worker.num_running == 8)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        assert core.admission.num_sequences == 0
+        await until(lambda: worker.num_running == 0)
+        assert len(worker.submits()) == 8
+        assert core.sample("request_failures_total", model_name="fake", reason="abort") == 1
 
 
 async def test_inputs_of_a_lost_worker_move_to_another_once(tmp_path) -> None:
@@ -156,8 +153,7 @@ async def test_inputs_of_a_lost_worker_move_to_another_once(tmp_path) -> None:
     with FakeWorker(tmp_path) as lost, FakeWorker(tmp_path, 1) as other:
         lost.faults.stalled = other.faults.stalled = True
         async with running_core(tmp_path) as core:
-            await until(core.registry.models)
-            await until(lambda: len(core.registry.models()[0].ready_workers()) == 2)
+            await joined(core, 2)
             batch = asyncio.create_task(run(core, prompts, 8))
             await until(lambda: lost.num_running + other.num_running == 8)
             assert lost.num_running and other.num_running
@@ -173,8 +169,7 @@ async def test_mean_pooling_ignores_the_prefix_cache_in_routing(tmp_path) -> Non
     with FakeWorker(tmp_path) as one, FakeWorker(tmp_path, 1) as two:
         workers = (one, two)
         async with running_core(tmp_path) as core:
-            await until(core.registry.models)
-            await until(lambda: len(core.registry.models()[0].ready_workers()) == 2)
+            await joined(core, 2)
 
             async def places(ids: list[int], **fields: Any) -> list[int]:
                 """Return how many requests each worker received."""
@@ -195,15 +190,14 @@ async def test_mean_pooling_ignores_the_prefix_cache_in_routing(tmp_path) -> Non
 
 
 async def test_a_batch_fails_if_its_only_worker_is_lost(tmp_path) -> None:
-    with FakeWorker(tmp_path) as worker:
+    async with linked(tmp_path) as (core, worker):
         worker.faults.stalled = True
-        async with running_core(tmp_path) as core:
-            batch = asyncio.create_task(run(core, [[5]] * 12, 8))
-            await until(lambda: worker.num_running == 8)
-            worker.stop()
-            with pytest.raises(WorkerLostError):
-                await batch
-            assert core.sample("request_failures_total", model_name="fake", reason="worker_lost") == 1
+        batch = asyncio.create_task(run(core, [[5]] * 12, 8))
+        await until(lambda: worker.num_running == 8)
+        worker.stop()
+        with pytest.raises(WorkerLostError):
+            await batch
+        assert core.sample("request_failures_total", model_name="fake", reason="worker_lost") == 1
 
 
 @pytest.mark.parametrize("wrong", [{"finish": None}, {"embedding": None}, {"token_ids": [5]}, {"choice": 1}])
