@@ -9,7 +9,6 @@ another tokenizer waits until the workers that hold the name are gone.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,48 +26,13 @@ from shared.messages import Bundle, WorkerFacts
 from shared.metrics import GatewayMetrics, WorkerSnapshot
 
 SCAN_INTERVAL = 0.25
-_QUIET_INTERVALS = 4
-"""Number of scan intervals between scans while all known workers have joined.
-
-Another worker may wait, because some already serve.
-"""
 _MAX_IDLE_PIPELINES = 4
 _BUNDLE_RETRY = 5.0
-_COARSE_NS = 100_000_000
-"""Resolution of directory timestamps in nanoseconds.
-
-Two changes within some milliseconds may leave the same timestamp.
-"""
 
 _IDENTITY = ("model_hash", "bundle_hash", "model_names", "tool_call_parser", "reasoning_parser")
 """Facts that all workers of a model share."""
 
 log = get_logger("gateway.cluster")
-
-
-class WorkerDirectory:
-    """Sockets in a directory.
-
-    The directory is read again only when its timestamp changes, because it is polled several times a second.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._endpoints: list[str] = []
-        self._seen: int | None = None
-
-    def endpoints(self) -> list[str]:
-        """Return the endpoints of the workers' sockets, oldest first. Stale ones may be included."""
-        try:
-            changed = self._directory.stat().st_mtime_ns
-        except FileNotFoundError:
-            self._seen = None
-            return []
-        if changed != self._seen:
-            is_settled = time.time_ns() - changed > _COARSE_NS
-            self._endpoints = sockets.list_worker_endpoints(self._directory)
-            self._seen = changed if is_settled else None
-        return self._endpoints
 
 
 class ModelEntry:
@@ -151,7 +115,7 @@ class Registry:
         on_refused: Callable[[str], None] | None = None,
         on_loaded: Callable[[], None] | None = None,
     ) -> None:
-        self._directory = None if directory is None or endpoints else WorkerDirectory(directory)
+        self._directory = None if endpoints else directory
         self._endpoints = tuple(endpoints)
         self._gateway_id = gateway_id
         self._threads = threads
@@ -238,18 +202,14 @@ class Registry:
 
     async def _scan_on(self) -> None:
         while True:
-            await asyncio.sleep(self._scan_interval * (_QUIET_INTERVALS if self._is_quiet() else 1))
+            await asyncio.sleep(self._scan_interval)
             try:
                 self._scan()
             except Exception:
                 log.exception("scan_failed")
 
-    def _is_quiet(self) -> bool:
-        num_joined = sum(len(entry.workers) for entry in self._entries)
-        return 0 < num_joined == len(self._links)
-
     def _scan(self) -> None:
-        found = self._endpoints if self._directory is None else self._directory.endpoints()
+        found = self._endpoints if self._directory is None else sockets.list_worker_endpoints(self._directory)
         for endpoint in found:
             if endpoint not in self._links:
                 self._connect(endpoint)
