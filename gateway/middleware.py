@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
-from gateway.api.anthropic.errors import asks_anthropic, error_bodies
+from gateway.api.anthropic.errors import asks_anthropic, error_shape
 from gateway.http.app_keys import IDENTITY, REQUEST_ID, SERVICES, STARTED, log
 from gateway.http.auth import Scope
 from gateway.http.errors import RATE_LIMIT_HEADERS, error_response, http_exception_response, rate_limit_headers
 from gateway.http.route import Handler, Route, query_of
-from shared.errors import InternalError, InvalidRequestError, NotFoundError, PeltonError, PermissionDeniedError
+from gateway.http.sse import unexpected_error
+from shared.errors import InvalidRequestError, NotFoundError, PeltonError, PermissionDeniedError
 from shared.log import bind_request_id
 
 OPENAI_VERSION = "2020-10-01"
@@ -86,17 +87,16 @@ class Middleware:
                 except asyncio.CancelledError:
                     if (shutdown := drain.take_over_cancellation()) is None:
                         raise
-                    return error_response(shutdown, error_bodies(request))
+                    return error_response(shutdown, error_shape(request))
         except PeltonError as error:
-            return error_response(error, error_bodies(request))
+            return error_response(error, error_shape(request))
         except web.HTTPException as error:
-            return http_exception_response(error, error_bodies(request))
+            return http_exception_response(error, error_shape(request))
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001 - the last line: whatever it is, the client gets an error object
             log.exception("request failed", route=_route_name(request))
-            failure = InternalError("The server failed. Its log has the details under the request id.")
-            return error_response(failure, error_bodies(request))
+            return error_response(unexpected_error(), error_shape(request))
 
     def _check_headers(self, request: web.Request) -> None:
         hosts = request.headers.getall("Host", [])

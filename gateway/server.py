@@ -11,13 +11,7 @@ from aiohttp.http_exceptions import LineTooLong
 
 from gateway.http.aiohttp_internals import ConnectionProtocol, ProtocolRunner, ProtocolServer, has_started
 from gateway.http.app_keys import log
-from gateway.http.errors import (
-    dump_json,
-    error_object,
-    http_exception_response,
-    status_error_object,
-    status_error_response,
-)
+from gateway.http.errors import HttpError, dump_json, error_object, error_response, http_exception_response
 from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
 from shared.errors import UnavailableError
 
@@ -118,7 +112,7 @@ class HttpProtocol(ConnectionProtocol):
         # A newer request owns the connection. The keep-alive timeout handles the incomplete one after it.
         if self.transport is None or self.has_request:
             return
-        self._answer_and_close("408 Request Timeout", status_error_object(408))
+        self._answer_and_close("408 Request Timeout", error_object(HttpError(408)))
 
     def _on_idle(self) -> None:
         self._header_timer = None
@@ -148,7 +142,7 @@ class HttpProtocol(ConnectionProtocol):
             log.error("request_failed_outside_handler", request_id=request_id, exc_info=exc)
         else:
             log.info("malformed request", request_id=request_id, error=type(exc).__name__)
-        response = status_error_response(431 if isinstance(exc, LineTooLong) else status)
+        response = error_response(HttpError(431 if isinstance(exc, LineTooLong) else status))
         _add_common_headers(response, request_id)
         response.force_close()
         return response

@@ -25,7 +25,6 @@ class SiblingStores(Protocol):
 
     def holder(self, identifier: str) -> int | None:
         """Return the index of the other process that an id names; None if it names this process or none."""
-        ...
 
     async def ask_all(self, request: web.Request) -> bool:
         """Return True if another process finds the object that a request names.
@@ -33,7 +32,6 @@ class SiblingStores(Protocol):
         Raises:
             UnavailableError: A process that may have it does not answer.
         """
-        ...
 
     async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
         """Return the conversation that a stored response continues.
@@ -43,7 +41,6 @@ class SiblingStores(Protocol):
             InvalidRequestError: The response has not ended.
             UnavailableError: The process does not answer.
         """
-        ...
 
     async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
         """Return the stored items with these ids, by id, without those that do not exist.
@@ -51,7 +48,6 @@ class SiblingStores(Protocol):
         Raises:
             UnavailableError: The process does not answer.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

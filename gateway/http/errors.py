@@ -6,7 +6,8 @@ This module alone converts failures to the error object of OpenAI, or of another
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -59,37 +60,34 @@ def error_object(error: PeltonError) -> dict[str, Any]:
     return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-class ErrorBodies(Protocol):
-    """Error bodies of one API."""
-
-    def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body for an error."""
-        ...
-
-    def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
-        """Return the body for a failure that HTTP itself defines.
-
-        Args:
-            status: HTTP status.
-            message: Text that replaces the usual one.
-        """
-        ...
+ErrorShape = Callable[[PeltonError], tuple[int, dict[str, Any]]]
+"""Conversion of an error to the status and the body of one API."""
 
 
-class _OpenAIErrors:
-    def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
-        return error.status, error_object(error)
-
-    def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
-        return status_error_object(status, message)
+def openai_error(error: PeltonError) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body for an error; an ErrorShape."""
+    return error.status, error_object(error)
 
 
-OPENAI_ERRORS: ErrorBodies = _OpenAIErrors()
+class HttpError(PeltonError):
+    """Failure that HTTP itself defines, such as a wrong method or a malformed request.
+
+    Args:
+        status: HTTP status.
+        message: Text that replaces the usual one.
+    """
+
+    def __init__(self, status: int, message: str | None = None) -> None:
+        unknown = ("The request failed.", "server_error" if status >= 500 else "bad_request")
+        usual, code = _STATUS_MESSAGES.get(status, unknown)
+        super().__init__(message or usual, code=code)
+        self.status = status
+        self.type = "server_error" if status >= 500 else "invalid_request_error"
 
 
-def error_response(error: PeltonError, bodies: ErrorBodies = OPENAI_ERRORS) -> web.Response:
+def error_response(error: PeltonError, shape: ErrorShape = openai_error) -> web.Response:
     """Return a complete response for a failure before the first byte."""
-    status, body = bodies.of_error(error)
+    status, body = shape(error)
     response = json_response(body, status)
     if isinstance(error, RateLimitError | UnavailableError):
         seconds = max(0.0, error.retry_after)
@@ -116,27 +114,13 @@ def rate_limit_headers(sequences: Room, prompt_tokens: Room) -> dict[str, str]:
     return dict(zip(RATE_LIMIT_HEADERS, values, strict=True))
 
 
-def status_error_object(status: int, message: str | None = None) -> dict[str, Any]:
-    """Return the error object for a failure that HTTP itself defines, such as a wrong method or a malformed request."""
-    usual, code = _STATUS_MESSAGES.get(
-        status, ("The request failed.", "server_error" if status >= 500 else "bad_request")
-    )
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message or usual, "type": kind, "param": None, "code": code}}
-
-
-def status_error_response(status: int) -> web.Response:
-    """Return a complete response for a failure that HTTP itself defines."""
-    return json_response(status_error_object(status), status)
-
-
-def http_exception_response(error: web.HTTPException, bodies: ErrorBodies = OPENAI_ERRORS) -> web.Response:
+def http_exception_response(error: web.HTTPException, shape: ErrorShape = openai_error) -> web.Response:
     """Return a complete response for an exception of aiohttp. Keeps the Allow header of a 405."""
     message = None
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " and ".join(sorted(error.allowed_methods))
         message = f"This route supports {allowed}, not {error.method[:_MAX_SHOWN_METHOD]}."
-    response = json_response(bodies.of_status(error.status, message), error.status)
+    response = error_response(HttpError(error.status, message), shape)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -48,11 +48,9 @@ class Events(Protocol):
 
     def pass_to(self, receiver: Receiver) -> None:
         """Pass deltas that arrive while the iteration waits to `receiver`."""
-        ...
 
     def event(self, prompt_index: int, delta: TextDelta) -> tuple[int, int, TextDelta]:
         """Convert a delta to the event that the iteration would yield; for the receiver."""
-        ...
 
 
 class SseResponse:

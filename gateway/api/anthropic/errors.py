@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from gateway.api.anthropic.fields import NO_THREADS, VERSION_HEADER
 from gateway.http.app_keys import REQUEST_ID
-from gateway.http.errors import OPENAI_ERRORS, ErrorBodies, status_error_object
+from gateway.http.errors import ErrorShape, openai_error
 from shared.errors import PeltonError, UnavailableError
 
 PATH = "/v1/messages"
@@ -39,9 +40,9 @@ _NAMES = (
 """Patterns of chat's field names, and their replacements in Anthropic's API."""
 
 
-def error_bodies(request: web.BaseRequest) -> ErrorBodies:
-    """Return the error bodies of the API that a request belongs to."""
-    return AnthropicErrors(request[REQUEST_ID]) if asks_anthropic(request) else OPENAI_ERRORS
+def error_shape(request: web.BaseRequest) -> ErrorShape:
+    """Return the shape of errors in the API that a request belongs to."""
+    return partial(_anthropic_error, request[REQUEST_ID]) if asks_anthropic(request) else openai_error
 
 
 def asks_anthropic(request: web.BaseRequest) -> bool:
@@ -58,27 +59,13 @@ def _is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(root + "/")
 
 
-class AnthropicErrors:
-    """Error bodies of Anthropic's API; see gateway.http.errors.ErrorBodies."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
-    def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body for an error."""
-        status = OVERLOADED if isinstance(error, UnavailableError) else error.status
-        body = self._body(status, _message(error))
-        if error.code == NO_THREADS:
-            body["error"]["details"] = {"error_code": NO_THREADS}
-        return status, body
-
-    def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
-        """Return the body for a failure that HTTP itself defines."""
-        return self._body(status, status_error_object(status, message)["error"]["message"])
-
-    def _body(self, status: int, message: str) -> dict[str, Any]:
-        kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": self._request_id}
+def _anthropic_error(request_id: str, error: PeltonError) -> tuple[int, dict[str, Any]]:
+    status = OVERLOADED if isinstance(error, UnavailableError) else error.status
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    body: dict[str, Any] = {"type": kind, "message": _message(error)}
+    if error.code == NO_THREADS:
+        body["details"] = {"error_code": NO_THREADS}
+    return status, {"type": "error", "error": body, "request_id": request_id}
 
 
 def _message(error: PeltonError) -> str:

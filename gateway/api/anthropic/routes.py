@@ -9,7 +9,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from gateway.api.anthropic.chat import chat_of_conversation, chat_of_messages
-from gateway.api.anthropic.errors import error_bodies
+from gateway.api.anthropic.errors import error_shape
 from gateway.api.anthropic.fields import VERSION_HEADER, ConversationFields, MessagesFields, parse_body
 from gateway.api.anthropic.shapes import BlockFeed, Ending, MessageEvents, whole_message
 from gateway.api.common.chat_prompt import count_chat
@@ -42,7 +42,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     )
     async with open_events(request, prepared) as events:
         if fields.stream:
-            encoder = MessageEvents(envelope, events.tally, ending, feed, error_bodies(request))
+            encoder = MessageEvents(envelope, events.tally, ending, feed, error_shape(request))
             return await stream_events(request, events, encoder, keep_alive=encoder.keep_alive)
         return json_response(await whole_message(envelope, events, events.tally, ending, feed))
 

@@ -6,12 +6,13 @@ import base64
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.api.common.envelope import Envelope, Tally
 from gateway.api.common.reasoning import packed_reasoning
 from gateway.flow.events import TextDelta
-from gateway.http.errors import ErrorBodies, dump_json
+from gateway.http.errors import ErrorShape, dump_json
 from shared.errors import PeltonError
 
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
@@ -152,30 +153,30 @@ def _parse_arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {INVALID_INPUT: text}
 
 
+@dataclass(slots=True, kw_only=True)
 class Ending:
     """Stop reason of a message in Anthropic's terms.
 
-    Args:
+    Attributes:
         beyond_context: True if max_tokens was larger than the room in the context.
         named_tool: True if the request named the tool to call. Chat then finishes with `stop`.
+        reason: The stop reason; None before the end.
+        sequence: The stop sequence that ended the message, if one did.
     """
 
-    __slots__ = ("_beyond_context", "_named_tool", "reason", "sequence")
-
-    def __init__(self, *, beyond_context: bool = False, named_tool: bool = False) -> None:
-        self._beyond_context = beyond_context
-        self._named_tool = named_tool
-        self.reason: str | None = None
-        self.sequence: str | None = None
+    beyond_context: bool = False
+    named_tool: bool = False
+    reason: str | None = None
+    sequence: str | None = None
 
     def set_reason(self, delta: TextDelta) -> None:
         """Set the stop reason from the last delta of the choice."""
         if isinstance(delta.stop_reason, str):
             self.reason, self.sequence = "stop_sequence", delta.stop_reason
         elif delta.finish_reason == "length":
-            self.reason = "model_context_window_exceeded" if self._beyond_context else "max_tokens"
+            self.reason = "model_context_window_exceeded" if self.beyond_context else "max_tokens"
         else:
-            called = delta.finish_reason == "tool_calls" or self._named_tool
+            called = delta.finish_reason == "tool_calls" or self.named_tool
             self.reason = "tool_use" if called else "end_turn"
 
     def fields(self) -> dict[str, Any]:
@@ -222,49 +223,47 @@ async def whole_message(
     return message(envelope, complete_blocks(block_events), ending, tally)
 
 
+@dataclass(slots=True)
 class MessageEvents:
     """Encoder of Anthropic's events; see gateway.http.sse.Encoder.
 
     While text follows text, a token costs one string encoding and one concatenation.
     """
 
-    __slots__ = ("_ending", "_envelope", "_errors", "_feed", "_has_started", "_tally", "_text_head")
-
-    def __init__(self, envelope: Envelope, tally: Tally, ending: Ending, feed: BlockFeed, errors: ErrorBodies) -> None:
-        self._envelope = envelope
-        self._tally = tally
-        self._ending = ending
-        self._errors = errors
-        self._feed = feed
-        self._has_started = False
-        self._text_head = b""
+    envelope: Envelope
+    tally: Tally
+    ending: Ending
+    feed: BlockFeed
+    error_shape: ErrorShape
+    _has_started: bool = field(default=False, init=False)
+    _text_head: bytes = field(default=b"", init=False)
 
     def encode(self, _index: int, _prompt_index: int, delta: TextDelta) -> bytes:
         """Return the framed events for a delta; empty if there is nothing to send yet."""
         if self._text_head and delta.finish_reason is None and not (delta.reasoning or delta.tool_calls):
             return b"%b%b}}\n\n" % (self._text_head, dump_json(delta.text)) if delta.text else b""
         start = b"" if self._has_started else self._start()
-        events = b"".join([_framed(event) for event in self._feed.add(delta)])
-        index = self._feed.text_index
+        events = b"".join([_framed(event) for event in self.feed.add(delta)])
+        index = self.feed.text_index
         self._text_head = b"" if index is None else _text_head(index)
         if delta.finish_reason is not None:
-            self._ending.set_reason(delta)
+            self.ending.set_reason(delta)
         return start + events
 
     def _start(self) -> bytes:
         self._has_started = True
-        first = message(self._envelope, [], Ending(), self._tally)
+        first = message(self.envelope, [], Ending(), self.tally)
         return _framed({"type": "message_start", "message": first}) + PING
 
     def end(self) -> bytes:
         """Return the events that end the last block and the message."""
-        events = b"".join([_framed(event) for event in self._feed.close()])
-        delta = {"type": "message_delta", "delta": self._ending.fields(), "usage": usage(self._tally)}
+        events = b"".join([_framed(event) for event in self.feed.close()])
+        delta = {"type": "message_delta", "delta": self.ending.fields(), "usage": usage(self.tally)}
         return events + _framed(delta) + _framed({"type": "message_stop"})
 
     def failed(self, error: PeltonError) -> bytes:
         """Return the error event that ends the stream."""
-        return _framed(self._errors.of_error(error)[1])
+        return _framed(self.error_shape(error)[1])
 
     def keep_alive(self) -> bytes:
         """Return a ping once the message has started, else a comment."""

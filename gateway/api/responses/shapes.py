@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
@@ -72,11 +73,12 @@ def response_usage(tally: Tally) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
 class ResponseEvents:
     """Encoder of the events of /v1/responses; see gateway.http.sse.Encoder. It also updates the response object.
 
-    Args:
-        head: Initial response; see response_head.
+    Attributes:
+        response: The response, initially as response_head returns it.
         tally: Token counts of the request.
         names: Names of tokens in log-probabilities; None to omit log-probabilities.
         may_call: True if the model has tools. Trailing white space of text is then held back, because white space
@@ -86,38 +88,27 @@ class ResponseEvents:
         on_change: Callback that receives the response when it is queued, starts and ends, before the event is sent.
     """
 
-    def __init__(
-        self,
-        head: dict[str, Any],
-        tally: Tally,
-        names: TokenNames | None,
-        *,
-        may_call: bool,
-        packs_reasoning: bool,
-        gateway_index: int,
-        on_change: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.response = head
-        self._tally = tally
-        self._names = names
-        self._may_call = may_call
-        self._packs_reasoning = packs_reasoning
-        self._gateway_index = gateway_index
-        self._on_change = on_change
-        self._output: list[dict[str, Any]] = head["output"]
-        self._number = 0
-        self._has_started = False
-        # The open item, and its content so far.
-        self._item: dict[str, Any] | None = None
-        self._pieces: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._space = ""
-        self._pending_logprobs: list[TokenLogprobs] = []
-        self._cut_off = False
+    response: dict[str, Any]
+    tally: Tally
+    names: TokenNames | None
+    _: KW_ONLY
+    may_call: bool
+    packs_reasoning: bool
+    gateway_index: int
+    on_change: Callable[[dict[str, Any]], None]
+    _number: int = field(default=0, init=False)
+    _has_started: bool = field(default=False, init=False)
+    # The open item, and its content so far.
+    _item: dict[str, Any] | None = field(default=None, init=False)
+    _pieces: list[str] = field(default_factory=list, init=False)
+    _logprobs: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _space: str = field(default="", init=False)
+    _pending_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    _cut_off: bool = field(default=False, init=False)
 
     def queue(self) -> bytes:
         """Return the first events of a response in the background, which waits for the model."""
-        self._on_change(self.response)
+        self.on_change(self.response)
         events: list[Event] = [(kind, {"response": self.response}) for kind in ("created", "queued")]
         return b"".join([self._framed(event) for event in events])
 
@@ -165,12 +156,12 @@ class ResponseEvents:
         if not self._number:
             yield "created", {"response": dict(self.response)}
         self.response["status"] = "in_progress"
-        self._on_change(self.response)
+        self.on_change(self.response)
         yield "in_progress", {"response": dict(self.response)}
 
     def _events_of(self, delta: TextDelta) -> Iterator[Event]:
         yield from self._start()
-        if self._names is not None and delta.logprobs:
+        if self.names is not None and delta.logprobs:
             self._pending_logprobs += delta.logprobs[delta.num_reasoning_tokens :]
         # In merged deltas, the rest of an open call precedes the text after it.
         num_continued = next((at for at, call in enumerate(delta.tool_calls) if call.name is not None), None)
@@ -187,7 +178,7 @@ class ResponseEvents:
 
     def _complete(self) -> Iterator[Event]:
         yield from self._start()
-        if not self._output or (self._space and self._kind == "message"):
+        if not self.response["output"] or (self._space and self._kind == "message"):
             yield from self._add_message_text(self._space)
         yield from self._close("incomplete" if self._cut_off else "completed")
         if self._cut_off:
@@ -196,8 +187,8 @@ class ResponseEvents:
             yield from self._end_response("completed", completed_at=int(time.time()))
 
     def _end_response(self, status: str, *, kind: str | None = None, **changes: Any) -> Iterator[Event]:
-        self.response |= {"status": status, "usage": response_usage(self._tally), **changes}
-        self._on_change(self.response)
+        self.response |= {"status": status, "usage": response_usage(self.tally), **changes}
+        self.on_change(self.response)
         yield kind or status, {"response": self.response}
 
     def _add_reasoning(self, text: str) -> Iterator[Event]:
@@ -208,7 +199,7 @@ class ResponseEvents:
         yield "reasoning_text.delta", self._place | {"delta": text}
 
     def _add_text(self, text: str) -> Iterator[Event]:
-        if self._may_call:
+        if self.may_call:
             text = self._space + text
             stripped = text.rstrip()
             self._space = text[len(stripped) :]
@@ -221,8 +212,8 @@ class ResponseEvents:
             yield from self._open("message", {"role": "assistant", "content": []})
             yield "content_part.added", self._place | {"part": _text_part("", [])}
         logprobs: list[dict[str, Any]] = []
-        if self._names is not None:
-            logprobs = chat_logprobs(self._pending_logprobs, self._names)
+        if self.names is not None:
+            logprobs = chat_logprobs(self._pending_logprobs, self.names)
             self._pending_logprobs = []
             self._logprobs += logprobs
         if text:
@@ -248,7 +239,7 @@ class ResponseEvents:
 
     @property
     def _item_place(self) -> dict[str, Any]:
-        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return {"item_id": self.response["output"][-1]["id"], "output_index": len(self.response["output"]) - 1}
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -259,9 +250,9 @@ class ResponseEvents:
         if kind != "message":
             # Drop the white space that was held back, and log-probabilities of the delimiters of calls and reasoning.
             self._space, self._pending_logprobs = "", []
-        self._item = {"id": new_item_id(kind, self._gateway_index), "type": kind, "status": "in_progress", **fields}
-        self._output.append(self._item)
-        yield "output_item.added", {"output_index": len(self._output) - 1, "item": dict(self._item)}
+        self._item = {"id": new_item_id(kind, self.gateway_index), "type": kind, "status": "in_progress", **fields}
+        self.response["output"].append(self._item)
+        yield "output_item.added", {"output_index": len(self.response["output"]) - 1, "item": dict(self._item)}
 
     def _close(self, status: str) -> Iterator[Event]:
         item = self._item
@@ -277,13 +268,13 @@ class ResponseEvents:
             yield "reasoning_text.done", self._place | {"text": text}
             yield "content_part.done", self._place | {"part": _reasoning_part(text)}
             item["content"] = [_reasoning_part(text)]
-            if self._packs_reasoning:
+            if self.packs_reasoning:
                 item["encrypted_content"] = packed_reasoning(text)
         else:
             yield "function_call_arguments.done", self._item_place | {"name": item["name"], "arguments": text}
             item["arguments"] = text
         item["status"] = status
-        yield "output_item.done", {"output_index": len(self._output) - 1, "item": item}
+        yield "output_item.done", {"output_index": len(self.response["output"]) - 1, "item": item}
         self._item, self._pieces, self._logprobs = None, [], []
 
 
