@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from typing import Any
 
 from shared.errors import ConfigurationError
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
 
 SPACE_MARK = "\u2581"
 """Character that SentencePiece vocabularies use for a space."""
@@ -23,7 +26,6 @@ class TokenBytes:
     Attributes:
         table: Bytes by id; empty for ids below the model's vocabulary size that the tokenizer lacks.
         special_ids: Ids that `skip_special_tokens` leaves out.
-        texts: Text by id, for ids used so far that are whole code points by themselves.
         strip_leading_space: A text that is decoded from its beginning loses one leading space, which such
             vocabularies prepend to every text.
     """
@@ -31,7 +33,6 @@ class TokenBytes:
     def __init__(self, table: list[bytes], special_ids: frozenset[int], *, strip_leading_space: bool) -> None:
         self.table = table
         self.special_ids = special_ids
-        self.texts: dict[int, str] = {}
         self.strip_leading_space = strip_leading_space
 
     def __getitem__(self, token_id: int) -> bytes:
@@ -53,49 +54,33 @@ class Detokenizer:
         shown_ids: Special ids that have text nevertheless.
     """
 
-    __slots__ = ("_held", "_skipped", "_table", "_texts")
+    __slots__ = ("_decoder", "_skipped", "_table")
 
     def __init__(
         self, token_bytes: TokenBytes, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> None:
         self._table = token_bytes.table
-        self._texts = token_bytes.texts
         special_ids = token_bytes.special_ids
         # The same set object for all sequences that show none of them, because some models have hundreds.
         hidden = special_ids - shown_ids if shown_ids else special_ids
         self._skipped = hidden if skip_special_tokens else frozenset()
-        self._held = b""
+        self._decoder = _new_decoder("replace")
 
     def push(self, token_id: int) -> str:
         """Return the text that one more token completes, which may be empty. Ids without a table entry have no text."""
-        if token_id in self._skipped:
+        if token_id in self._skipped or token_id >= len(self._table):
             return ""
-        if self._held:
-            return self._decode(token_id)
-        text = self._texts.get(token_id)
-        return self._decode(token_id) if text is None else text
-
-    def _decode(self, token_id: int) -> str:
-        if token_id >= len(self._table):
-            return ""
-        held = self._held
-        data = held + self._table[token_id]
-        text, num_used = codecs.utf_8_decode(data, "replace", False)
-        self._held = data[num_used:]
-        if not held and not self._held:
-            # The token begins and ends with a code point, so its text does not depend on its neighbors.
-            self._texts[token_id] = text
-        return text
+        return self._decoder.decode(self._table[token_id])
 
     def finish(self) -> str:
         """Return U+FFFD if a code point is still incomplete, else nothing."""
-        held, self._held = self._held, b""
-        return held.decode("utf-8", "replace")
+        return self._decoder.decode(b"", True)
 
     def copy(self) -> Detokenizer:
         """Return an independent copy."""
-        other = Detokenizer.__new__(Detokenizer)
-        other._table, other._texts, other._skipped, other._held = self._table, self._texts, self._skipped, self._held
+        other = copy(self)
+        other._decoder = _new_decoder("replace")
+        other._decoder.setstate(self._decoder.getstate())
         return other
 
 

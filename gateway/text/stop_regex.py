@@ -9,8 +9,9 @@ on the text alone, so the division of the text into tokens does not matter. A ma
 at the beginning of the searched text (visible text after min_tokens), `$` and `\Z` at its end; with `(?m)`, `^` and
 `$` match at lines. A condition on the next character, such as `\b`, is decided when that character has arrived.
 
-Libraries considered: `re` and `regex` backtrack, so `(a+)+$` takes exponential time; the bindings of RE2 and of Rust's
-regex search whole texts and have no state that can be continued; `interegular` and `greenery` build deterministic
+Libraries considered: `re` and `regex` backtrack, so `(a+)+$` takes exponential time; the bindings of RE2 (`google-re2`)
+and of Rust's regex search whole texts and have no state that can be continued; Hyperscan continues a search, but does
+not tell which text may still become a match and must be held back; `interegular` and `greenery` build deterministic
 automata, whose size is exponential in expressions such as `(a|b)*a(a|b){20}`. The parser is Python's own, which has no
 public name: only this module uses it, and a test checks the form of its result.
 """
@@ -20,6 +21,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -36,7 +39,7 @@ MAX_STATES = 512
 """Maximum number of states of a request's automaton, including stop strings, with repeats expanded."""
 MAX_TRANSITIONS = 4096
 """Maximum number of transitions between states that take a character. Bounds the time per character to 0.1 ms."""
-_MAX_REMEMBERED = 1024
+_MAX_REMEMBERED = 256
 
 _FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.ASCII | re.UNICODE
 _CATEGORIES = {
@@ -125,12 +128,11 @@ class _Automaton:
     """
 
     def __init__(self) -> None:
-        self.tests: list[_CharTest | None] = []
+        self.tests: list[CharTest | None] = []
         self.gates: dict[int, Condition] = {}
         self.successors: list[list[int]] = []
         self.final = self._state()
         self._starts: list[int] = []
-        self._tests: dict[tuple[str, int], _CharTest] = {}
         self._num_repeats = 0
 
     def add(self, parsed: Any, flags: int) -> None:
@@ -171,7 +173,7 @@ class _Automaton:
                 pending += self.successors[state][::-1]
         return tuple(found)
 
-    def _state(self, *successors: int, test: _CharTest | None = None) -> int:
+    def _state(self, *successors: int, test: CharTest | None = None) -> int:
         self._check_size(len(self.tests))
         self.tests.append(test)
         self.successors.append(list(successors))
@@ -196,9 +198,7 @@ class _Automaton:
             gate = self._state(then)
             self.gates[gate] = _condition(value, flags)
             return gate
-        source = _char_source(kind, value)
-        test = self._tests.setdefault((source, flags), _CharTest(source, flags))
-        return self._state(then, test=test)
+        return self._state(then, test=_char_test(_char_source(kind, value), flags))
 
     def _repeat(self, least: int, most: Any, item: Any, flags: int, then: int) -> int:
         if most is op.MAXREPEAT:
@@ -225,32 +225,23 @@ class _Automaton:
             raise _refusal(written_out_refusal(MAX_STATES, "states"))
 
 
-class _CharTest:
-    """Test whether a character belongs to a class, with a bounded cache."""
+CharTest = Callable[[str], bool]
 
-    __slots__ = ("_known", "_matches")
 
-    def __init__(self, source: str, flags: int) -> None:
-        wanted = re.RegexFlag(flags) & (re.IGNORECASE | re.DOTALL | re.ASCII)
-        self._matches = re.compile(source, wanted).match
-        self._known: dict[str, bool] = {}
-
-    def __call__(self, char: str) -> bool:
-        known = self._known.get(char)
-        if known is None:
-            if len(self._known) >= _MAX_REMEMBERED:
-                self._known.clear()
-            known = self._known[char] = self._matches(char) is not None
-        return known
+@lru_cache(_MAX_REMEMBERED)
+def _char_test(source: str, flags: int) -> CharTest:
+    """Return a test whether a character belongs to a class."""
+    wanted = re.RegexFlag(flags) & (re.IGNORECASE | re.DOTALL | re.ASCII)
+    matches = re.compile(source, wanted).match
+    return lru_cache(_MAX_REMEMBERED)(lambda char: matches(char) is not None)
 
 
 class RegexScanner:
     """Filter that passes text on until an expression matches."""
 
-    __slots__ = ("_automaton", "_held", "_include", "_position", "_previous", "_stops", "_threads", "found")
+    __slots__ = ("_automaton", "_held", "_include", "_position", "_previous", "_threads", "found")
 
     def __init__(self, stops: StopRegexes) -> None:
-        self._stops = stops
         self._automaton = stops.automaton
         self._include = stops.include_in_output
         self._held = ""
@@ -283,8 +274,7 @@ class RegexScanner:
         """Return the text that is still held back at the end. `$` matches here."""
         if self.found is not None:
             return ""
-        self._open_gates(self._threads, None)
-        start = self._threads.get(self._automaton.final)
+        start = self._open_gates(self._threads, None).get(self._automaton.final)
         if start is not None:
             return self._end(self._held, start - (self._position - len(self._held)))
         held, self._held = self._held, ""
@@ -292,10 +282,7 @@ class RegexScanner:
 
     def copy(self) -> RegexScanner:
         """Return an independent copy."""
-        other = RegexScanner(self._stops)
-        other._held, other._position, other._previous = self._held, self._position, self._previous
-        other._threads, other.found = dict(self._threads), self.found
-        return other
+        return copy(self)  # no container is changed in place
 
     def _end(self, text: str, start: int) -> str:
         """Return the end of a match in `text`, from `start` to its end."""
@@ -308,12 +295,10 @@ class RegexScanner:
         """Take a character; return the beginning and end of the first match, if there is one."""
         automaton, position = self._automaton, self._position
         tests, closures, final = automaton.tests, automaton.closures, automaton.final
-        threads = self._threads
         # A match that begins here is the last choice for any state.
-        for state in automaton.begin:
-            threads.setdefault(state, position)
+        threads = dict.fromkeys(automaton.begin, position) | self._threads
         if automaton.gates:
-            self._open_gates(threads, char)
+            threads = self._open_gates(threads, char)
             if final in threads:
                 return threads[final], position
         reached: dict[int, int] = {}
@@ -329,9 +314,10 @@ class RegexScanner:
         self._previous = char
         return (reached[final], behind) if final in reached else None
 
-    def _open_gates(self, threads: dict[int, int], following: str | None) -> None:
-        """Add the states after the gates whose conditions hold before this character, or at the end."""
+    def _open_gates(self, threads: dict[int, int], following: str | None) -> dict[int, int]:
+        """Return the states and those after the gates whose conditions hold before this character, or at the end."""
         gates, closures = self._automaton.gates, self._automaton.closures
+        threads = dict(threads)
         pending = [state for state in threads if state in gates]
         while pending:
             gate = pending.pop()
@@ -343,6 +329,7 @@ class RegexScanner:
                     threads[successor] = start
                     if successor in gates:
                         pending.append(successor)
+        return threads
 
 
 def _condition(place: Any, flags: int) -> Condition:
@@ -353,7 +340,7 @@ def _condition(place: Any, flags: int) -> Condition:
     if place in (op.AT_END, op.AT_END_STRING):
         line_end = lines and place is op.AT_END
         return lambda previous, following: following is None or (line_end and following == "\n")
-    is_word = _CharTest(r"\w", flags)
+    is_word = _char_test(r"\w", flags)
 
     def at_boundary(previous: str | None, following: str | None) -> bool:
         return (previous is not None and is_word(previous)) != (following is not None and is_word(following))

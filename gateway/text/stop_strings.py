@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 
 
 class StopStrings:
@@ -69,8 +70,8 @@ class StopScanner:
 
     def copy(self) -> StopScanner:
         """Return an independent copy."""
-        other = StopScanner(self._stops)
-        other._held, other._matched, other.found = self._held, list(self._matched), self.found
+        other = copy(self)
+        other._matched = list(self._matched)
         return other
 
     def _scan(self, text: str, start: int) -> tuple[int, str] | None:
