@@ -152,10 +152,3 @@ class PreparedServer:
         status, data = self.post(path, stream=True, **body)
         assert status == 200, data
         return parse_events(data)
-
-    def memory(self) -> int:
-        """Return the resident bytes of the gateway and its child processes."""
-        pid = self.process.popen.pid
-        table = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
-        rows = [list(map(int, line.split())) for line in table.splitlines()]
-        return sum(rss for child, parent, rss in rows if pid in (child, parent)) << 10

@@ -38,7 +38,7 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-EXAMPLES = 20
+EXAMPLES = 10
 """Number of examples per operation and kind with a body; operations without a body need few."""
 DOCUMENT = describe(ROUTES)
 OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]

@@ -122,26 +122,11 @@ async def test_it_streams_block_by_block_and_each_is_heard_once(gateway, page):
 
 
 HOSTILE = (
-    *(
-        "<img src=x onerror=alert(1)>",
-        "![a](https://evil.example/x.png)",
-        "[a](javascript:alert(1))",
-        "\0",
-        "<!--",
-        "]]>",
-    ),
-    *('[a](https://evil.example/"onclick="x)', "[*](data:text/html,x)", "\n```<script>\n", "`", "**", "\n- ", "\n> "),
-    *(
-        "|a|b|\n|-|-|\n",
-        "<a href='javascript:x'>",
-        "&#106;avascript:",
-        "\u202e",
-        "\n# ",
-        "[a]: x\n",
-        "<style>*{}</style>",
-    ),
-    *("https://evil.example/<b>", "[![b](https://e.example)](https://f.example)", "\n1. ", "[a](vbscript:x)", "\ud800"),
-)
+    "<img src=x onerror=alert(1)>", "![a](https://evil.example/x.png)", "[a](javascript:alert(1))", "\0", "<!--", "]]>",
+    '[a](https://evil.example/"onclick="x)', "[*](data:text/html,x)", "\n```<script>\n", "`", "**", "\n- ", "\n> ",
+    "|a|b|\n|-|-|\n", "<a href='javascript:x'>", "&#106;avascript:", "\u202e", "\n# ", "[a]: x\n", "<style>*{}</style>",
+    "https://evil.example/<b>", "[![b](https://e.example)](https://f.example)", "\n1. ", "[a](vbscript:x)", "\ud800",
+)  # fmt: skip
 # Render each text piece by piece and return the names of the resulting elements and attributes.
 DRAW = """(async texts => {
   const { Prose } = await import("/page/prose.js");
@@ -162,30 +147,16 @@ DRAW = """(async texts => {
   return [...seen];
 })"""
 ELEMENTS = {
-    "P",
-    "A",
-    "PRE",
-    "CODE",
-    "DIV",
-    "SPAN",
-    "BUTTON",
-    "UL",
-    "OL",
-    "LI",
-    "BLOCKQUOTE",
-    "STRONG",
-    "BR",
-    "EM",
-    "H3",
-}
-ELEMENTS |= {"TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
+    "P", "A", "PRE", "CODE", "DIV", "SPAN", "BUTTON", "UL", "OL", "LI", "BLOCKQUOTE", "STRONG", "BR", "EM", "H3",
+    "TABLE", "THEAD", "TBODY", "TR", "TH", "TD",
+}  # fmt: skip
 ATTRIBUTES = {"hrefhttps:", "rel", "target", "title", "dir", "class", "type", "aria-label", "scope", "data-language"}
 
 
 async def test_hostile_answers(gateway, page):
     """Any text gives only Markdown's elements, without handlers or styles, and causes no requests."""
     generator = random.Random(3)
-    texts = ["".join(generator.choices(HOSTILE, k=generator.randrange(1, 40))) for _ in range(400)]
+    texts = ["".join(generator.choices(HOSTILE, k=generator.randrange(1, 40))) for _ in range(150)]
     await opened(page, gateway)
     seen = set(await page.run(f"{DRAW}({json.dumps(texts)})"))
     assert seen <= ELEMENTS | ATTRIBUTES and {"P", "A", "CODE", "TABLE", "hrefhttps:"} <= seen
@@ -193,18 +164,18 @@ async def test_hostile_answers(gateway, page):
 
 
 async def test_a_long_answer_streams_in_reasonable_time(gateway, page):
-    """A list of 4,000 items is one block; it is redrawn, but not for every piece."""
+    """A list of 2,000 items is one block; it is redrawn, but not for every piece."""
     await opened(page, gateway)
     shown = await page.run("""(async () => {
         const { Prose } = await import("/page/prose.js");
         const prose = new Prose(false);
         document.getElementById("log").append(prose.element);
-        for (let piece = 0; piece < 4000; piece += 1) {
+        for (let piece = 0; piece < 2000; piece += 1) {
             prose.append(`- *item* ${piece}\\n`);
             if (piece % 50 === 0) await new Promise(resolve => setTimeout(resolve));
         }
         prose.finish();
         return prose.element.querySelectorAll("li > p > em").length;
     })()""")
-    assert shown == 4000
+    assert shown == 2000
     no_surprises(page, gateway)

@@ -94,36 +94,17 @@ def test_what_is_heard():
 
 
 ALPHABET = (
-    *"abh 1.|*_`~[]()<>#-+\\!:$\n\t\r\u2028\U0001f600",
-    "\n\n",
-    "\n- ",
-    "\n  ",
-    "\n    ",
-    "\n1. ",
-    "\n> ",
-    "```",
-)
-ALPHABET += (
-    "\n```\n",
-    "~~",
-    "**",
-    "](https://x.org)",
-    "![",
-    "https://x.org/",
-    "\n|-|\n",
-    "a|b\n-|-\n",
-    "\\(",
-    "\\)",
-    "$$",
-)
-ALPHABET += ("<br>", "[a](http:", "javascript:", "](//x.org)", "](https://x@y.org)")
+    *"abh 1.|*_`~[]()<>#-+\\!:$\n\t\r\u2028\U0001f600", "\n\n", "\n- ", "\n  ", "\n    ", "\n1. ", "\n> ", "```",
+    "\n```\n", "~~", "**", "](https://x.org)", "![", "https://x.org/", "\n|-|\n", "a|b\n-|-\n", "\\(", "\\)", "$$",
+    "<br>", "[a](http:", "javascript:", "](//x.org)", "](https://x@y.org)",
+)  # fmt: skip
 
 
 def test_a_text_that_grows_is_shown_as_the_whole():
     """For pieces of any size, growing texts equal whole texts, and links lead to http or https only."""
     generator = random.Random(5)
     texts = []
-    for _ in range(2000):
+    for _ in range(800):
         parts = generator.choices(ALPHABET, k=generator.randrange(1, 60))
         text = "".join(parts)
         cuts = sorted(generator.choices(range(len(text) + 1), k=generator.randrange(6)))
@@ -148,63 +129,21 @@ def test_little_is_parsed_again():
 
 
 HOSTILE = (
-    *"`*_[]<(\\|>\n \t#h\r\u2028",
-    "~~",
-    "![",
-    "[a](",
-    "<https://",
-    "$$",
-    "\\(",
-    "\\[",
-    "> ",
-    "- ",
-    "1. ",
-    "# ",
-    "```\n",
-)
-HOSTILE += (
-    "~~~a",
-    "*a ",
-    "a* ",
-    "**a *",
-    "_*",
-    "`a``b```",
-    "a|",
-    "|-",
-    "-|-\n",
-    "a|b\n-|-\n",
-    "- \n",
-    "-\n ",
-    "http://",
-    "|\\",
-)
-HOSTILE += (
-    "https://x.org)",
-    "[](https://x.org)",
-    "[a](https://x.org (",
-    '[a](https://x.org "',
-    "[a](   ",
-    "- -",
-    "--",
-    "\n>",
-)
-HOSTILE += ("*" * 7 + "a", "a**b*c", "[[]", "]()", ":-", "\n\t- a", "![](((((", "=\n")
+    *"`*_[]<(\\|>\n \t#h\r\u2028", "~~", "![", "[a](", "<https://", "$$", "\\(", "\\[", "> ", "- ", "1. ", "# ",
+    "```\n", "~~~a", "*a ", "a* ", "**a *", "_*", "`a``b```", "a|", "|-", "-|-\n", "a|b\n-|-\n", "- \n", "-\n ",
+    "http://", "|\\", "https://x.org)", "[](https://x.org)", "[a](https://x.org (", '[a](https://x.org "', "[a](   ",
+    "- -", "--", "\n>", "*" * 7 + "a", "a**b*c", "[[]", "]()", ":-", "\n\t- a", "![](((((", "=\n",
+)  # fmt: skip
 # The first half of a text, and the second.
 TWO_HALVES = [
-    ("*a ", " a*"),
-    ("[", "](https://x.org)"),
-    ("- ", "\n"),
-    ("> ", "a\n"),
-    (" ", "|"),
-    ("-", " "),
-    ("`", "a`"),
-]
-TWO_HALVES += [("\t", "- "), ("|", "\n|-"), ("**a", "b*"), ("- - - ", "\n  "), ("# ", " #")]
+    ("*a ", " a*"), ("[", "](https://x.org)"), ("- ", "\n"), ("> ", "a\n"), (" ", "|"), ("-", " "), ("`", "a`"),
+    ("\t", "- "), ("|", "\n|-"), ("**a", "b*"), ("- - - ", "\n  "), ("# ", " #"),
+]  # fmt: skip
 
 
 def test_hostile_texts_take_no_longer_than_others():
     """Quadratic growth would take hours."""
-    size = 200_000
+    size = 100_000
     texts = [[part * (size // len(part))] for part in HOSTILE]
     texts += [[one * (size // 2 // len(one)) + "x" + other * (size // 2 // len(other))] for one, other in TWO_HALVES]
     # Also one piece at a time, as a model writes them.
