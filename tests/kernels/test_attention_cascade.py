@@ -19,6 +19,7 @@ from kernels.ops.attention_decode.cases import Tensors
 from kernels.ops.attention_decode.triton import attention_decode
 from kernels.ops.attention_work.inputs import AttentionWork, DecodeScratch, make_scratch
 from kernels.ops.attention_work.triton import build_work
+from tests.fakes.pairs import slow
 
 POISON = float("nan")
 
@@ -35,7 +36,7 @@ def run_cascade(case: Case, tensors: Tensors) -> tuple[AttentionWork, DecodeScra
     return work, scratch
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.batch.name)
+@pytest.mark.parametrize("case", [*CASES[:-2], *map(slow, CASES[-2:])], ids=lambda case: case.batch.name)
 def test_merged_with_decode_equals_full_attention(case: Case, device: torch.device) -> None:
     tensors = case.make_tensors(device)
     geometry = case.batch.geometry()
@@ -51,7 +52,7 @@ def test_merged_with_decode_equals_full_attention(case: Case, device: torch.devi
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=relative, atol=absolute, equal_nan=True)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=lambda case: case.batch.name)
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=lambda case: case.batch.name)
 def test_partial_results(case: Case, device: torch.device) -> None:
     """Check that each partial result is in the row that the work list gives, and that no other row is written."""
     work, scratch = run_cascade(case, case.make_tensors(device))

@@ -11,6 +11,7 @@ from kernels.ops.attention_work import reference
 from kernels.ops.attention_work.cases import CASES, LONG, MIXED, Case
 from kernels.ops.attention_work.inputs import MAX_SPLITS, AttentionWork, make_work, max_decode_queries, split_size
 from kernels.ops.attention_work.triton import build_work
+from tests.fakes.pairs import slow
 
 POISON = -77
 
@@ -68,7 +69,7 @@ def test_every_query_has_its_keys_and_scratch_rows_once(case: Case) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [slow(None), 300])
 def test_splits_of_a_request_do_not_depend_on_the_others(window: int | None, device: torch.device) -> None:
     case = Case("together", MIXED[1:6] + LONG[1:5], window=window)
     together = filled(case, build_work, device)

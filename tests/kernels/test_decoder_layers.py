@@ -15,6 +15,7 @@ from kernels.ops.decoder_layers import cpu
 from kernels.ops.decoder_layers.cases import CASES, Case, make_layers
 from kernels.ops.decoder_layers.cpu import DecoderLayers, Shape, supported
 from kernels.ops.decoder_layers.reference import layers as reference
+from tests.fakes.pairs import slow
 
 pytestmark = [
     pytest.mark.skipif(not processor_supported(), reason="the processor has no AVX512-BF16"),
@@ -41,7 +42,8 @@ def shape_of(case: Case) -> Shape:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.attention.name)
+# The last but one is a kernel to compile that differs little from the others.
+@pytest.mark.parametrize("case", [*CASES[:-2], slow(CASES[-2]), CASES[-1]], ids=lambda case: case.attention.name)
 def test_layers_equal_the_reference(case: Case) -> None:
     torch.manual_seed(1)
     shape, geometry = shape_of(case), case.attention.geometry()

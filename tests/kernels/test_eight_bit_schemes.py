@@ -15,6 +15,7 @@ from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.quantize.reference import dequantize, quantize
+from tests.fakes.pairs import slow
 from tests.kernels.helpers import logits
 from tests.unit.worker.model.loading.test_eight_bit import opened, quantized, write
 from worker.model.linear import Placement
@@ -189,7 +190,7 @@ class WatchedOps(DecoderOps):
         return super().activation_and_mul(gate_up, activation, quantization)
 
 
-@pytest.mark.parametrize("kind", ["fp8 static", "compressed fp8 channel", "compressed int8"])
+@pytest.mark.parametrize("kind", [slow("fp8 static"), "compressed fp8 channel", "compressed int8"])
 def test_checkpoint_logits_equal_plain_torch(
     tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +231,7 @@ class TritonCodes(DecoderOps):
         self.activation_and_mul = ops.activation_and_mul  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("kind", ["fp8 static", "compressed int8"])
+@pytest.mark.parametrize("kind", ["fp8 static", slow("compressed int8")])
 def test_codes_written_by_triton_match_its_products(
     tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from tests.fakes.tiny_server import (
     tiny_spec,
 )
 from worker.executor.profile import profile_plans
+from worker.kv.geometry import KVGroupSpec
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -82,7 +85,8 @@ def test_tokens_equal_reference_ops(device: torch.device, monkeypatch) -> None:
     """
     requests = short_submits(*COMMON_SAMPLING_PARAMS, *RARE_SAMPLING_PARAMS)
     sizes = {"num_pages": 80, "max_num_seqs": 8, "max_num_batched_tokens": 16}
-    server = compare(monkeypatch, device, tiny_spec(), requests, **sizes)
+    spec = dataclasses.replace(tiny_spec(), num_layers=1, kv_groups=(KVGroupSpec(layers=(0,)),))
+    server = compare(monkeypatch, device, spec, requests, **sizes)
     assert server.scheduler.counters.prefix_cache_hits_total > 0
     assert server.num_captured > 0
 
@@ -109,11 +113,12 @@ def test_embeddings_equal_reference_ops(device: torch.device, monkeypatch) -> No
     ("deterministic", "kv_format"),
     [
         pytest.param(True, "int8", id="deterministic, int8"),
-        pytest.param(False, "fp8", id="fp8", marks=pytest.mark.slow),
-        pytest.param(False, "int4", id="int4", marks=pytest.mark.slow),
-        pytest.param(True, "dense", id="deterministic, dense", marks=pytest.mark.slow),
+        pytest.param(False, "fp8", id="fp8"),
+        pytest.param(False, "int4", id="int4"),
+        pytest.param(True, "dense", id="deterministic, dense"),
     ],
 )
+@pytest.mark.slow  # test_gpu_ops.py covers these modes of the operations
 def test_other_modes_equal_reference_ops(deterministic: bool, kv_format, device: torch.device, monkeypatch) -> None:
     """Cover every KV cache format, and one kernel for all queries, compared with plain torch in the same format."""
     sizes = {"num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 8}

@@ -10,6 +10,7 @@ from kernels.ops.grouped_linear import cases
 from kernels.ops.grouped_linear import reference as experts_reference
 from kernels.ops.grouped_linear.reference import ExpertOrder
 from kernels.ops.grouped_linear.triton import MAX_EXPERTS, grouped_linear, order_by_expert
+from tests.fakes.pairs import each_value
 from tests.kernels.helpers import assert_same_bits, run_only_the_last_program
 
 
@@ -46,8 +47,7 @@ def test_order_of_no_tokens(device: torch.device) -> None:
     assert grouped_linear(torch.empty((0, 8), device=device), weight, None, order, None, out).shape == (0, 4)
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@each_value(shape=cases.SHAPES, dtype=cases.DTYPES, ids=str)
 def test_both_expert_layers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Check the first layer (one input row per token) and the second (one weighted input row per slot)."""
     num_tokens, top_k, num_experts, width, num_out = shape

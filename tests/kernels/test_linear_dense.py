@@ -9,11 +9,11 @@ from kernels.common.tolerances import TOLERANCES
 from kernels.ops.linear_dense import cases
 from kernels.ops.linear_dense import reference as linear_reference
 from kernels.ops.linear_dense.triton import linear_dense
+from tests.fakes.pairs import each_value
 from tests.kernels.helpers import assert_same_bits, run_only_the_last_program
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@each_value(shape=cases.SHAPES, dtype=cases.DTYPES, ids=str)
 def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     rows, width, num_out = shape
     x, weight = cases.random_layer(rows, width, num_out, dtype, torch.Generator(device).manual_seed(3))

@@ -13,6 +13,7 @@ from kernels.ops.linear_fp8 import reference as linear_reference
 from kernels.ops.linear_fp8.reference import Fp8Weight, check
 from kernels.ops.linear_fp8.triton import linear_fp8, tile_for
 from kernels.ops.quantize.reference import quantize
+from tests.fakes.pairs import each_value
 from tests.kernels.helpers import assert_same_bits, run_only_the_last_program
 
 
@@ -27,9 +28,9 @@ def random_input(rows: int, width: int, kind: str, dtype: torch.dtype, device: t
     return quantize(x, cases.quantization(kind, device))
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-@pytest.mark.parametrize(("kind", "activation"), cases.KINDS)
-def test_products(shape: tuple[int, int, int], kind, activation, device: torch.device) -> None:
+@each_value(shape=cases.SHAPES, kinds=cases.KINDS, ids=str)
+def test_products(shape: tuple[int, int, int], kinds: tuple[str, str], device: torch.device) -> None:
+    kind, activation = kinds
     rows, width, num_out = shape
     for dtype in cases.DTYPES:
         weight = cases.random_weight(kind, num_out, width, torch.Generator(device).manual_seed(3))

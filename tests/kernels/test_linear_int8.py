@@ -12,6 +12,7 @@ from kernels.ops.linear_int8 import reference as linear_reference
 from kernels.ops.linear_int8.reference import MAX_INPUTS, check
 from kernels.ops.linear_int8.triton import linear_int8
 from kernels.ops.quantize.reference import quantize
+from tests.fakes.pairs import each_value
 from tests.kernels.helpers import run_only_the_last_program
 
 
@@ -20,8 +21,7 @@ def random_input(rows: int, width: int, dtype: torch.dtype, device: torch.device
     return quantize(x, ActivationQuantization("int8_token"))
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@each_value(shape=cases.SHAPES, dtype=cases.DTYPES, ids=str)
 def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     rows, width, num_out = shape
     codes, scales = cases.random_weight(num_out, width, torch.Generator(device).manual_seed(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from kernels.ops.linear_weight_only.triton import compilations, linear, split_bl
 from kernels.ops.weight_values.cases import Case, make
 from kernels.ops.weight_values.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.ops.weight_values.reference import codes as stored_codes
+from tests.fakes.pairs import each_value
 from tests.kernels.helpers import run_only_the_last_program
 
 
-def name_of(case: Case) -> str:
+def name_of(case: Any) -> str | None:
+    if not isinstance(case, Case):
+        return None
     return f"{case.rows}x{case.num_out}x{case.num_in}-int{case.bits}-g{case.group}"
 
 
@@ -39,8 +43,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-@pytest.mark.parametrize("fixed", [False, True])
+@each_value(case=CASES, fixed=[False, True], ids=name_of)
 def test_equals_the_reference(case: Case, fixed: bool, device: torch.device) -> None:
     x, weight, bias = make(case, device)
     out = linear(x, weight, bias, fixed)

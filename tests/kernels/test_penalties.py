@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from kernels.backends.gpu_sampling import TritonSamplingOps
+from kernels.common.tensors import on_device
 from kernels.ops.penalties import triton as kernels
-from kernels.ops.penalties.cases import on, penalties
+from kernels.ops.penalties.cases import penalties
 from kernels.ops.sampling import reference
 from kernels.ops.sampling.inputs import AdjustInputs
+from tests.fakes.pairs import slow
 
 
 def adjustments(num_rows, width, vocab, dtype, num_tables=9, seed=0):
@@ -25,11 +27,7 @@ def adjustments(num_rows, width, vocab, dtype, num_tables=9, seed=0):
     )
 
 
-def adjustments_on(inputs, device):
-    return replace(inputs, **{name: getattr(inputs, name).to(device) for name in inputs.__slots__})
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.int32, slow(torch.int64)])
 @pytest.mark.parametrize("width, vocab", [(1, 1), (3, 50), (16, 7), (64, 5000), (270, 97)])
 def test_adjustments(width, vocab, dtype, device):
     logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(1))
@@ -37,7 +35,7 @@ def test_adjustments(width, vocab, dtype, device):
     expected = logits.clone()
     reference.adjust(expected, inputs)
     result = logits.to(device, copy=True)
-    TritonSamplingOps(device).adjust(result, adjustments_on(inputs, device))
+    TritonSamplingOps(device).adjust(result, on_device(inputs, device))
     # Bitwise equal, because entries of a repeated id are added in order.
     assert torch.equal(result.cpu(), expected)
     assert not torch.equal(expected, logits)
@@ -47,7 +45,7 @@ def test_adjustments_interleaved_in_one_table(device):
     inputs = adjustments(5, 9, 20, torch.int32)
     table = torch.stack((inputs.ids, inputs.values.view(torch.int32), inputs.until), dim=-1).to(device)
     interleaved = replace(
-        adjustments_on(inputs, device),
+        on_device(inputs, device),
         ids=table[:, :, 0],
         values=table.view(torch.float32)[:, :, 1],
         until=table[:, :, 2],
@@ -88,9 +86,9 @@ def test_table_entries_apply_below_the_length_limit(device):
 
 def test_tables_without_entries_and_batches_without_rows(device):
     logits = torch.ones(2, 5, device=device)
-    kernels.adjust(logits, adjustments_on(adjustments(2, 0, 5, torch.int32), device))
-    kernels.adjust(logits[:0], adjustments_on(adjustments(0, 4, 5, torch.int32), device))
-    kernels.penalize(logits, on(penalties(0, 5), device))
+    kernels.adjust(logits, on_device(adjustments(2, 0, 5, torch.int32), device))
+    kernels.adjust(logits[:0], on_device(adjustments(0, 4, 5, torch.int32), device))
+    kernels.penalize(logits, on_device(penalties(0, 5), device))
     assert (logits == 1).all()
 
 
@@ -104,10 +102,10 @@ def test_penalties(num_rows, vocab, device):
     padded = torch.full((num_rows + 2, vocab + 3), 7.0, device=device)
     result = padded[:, :vocab]
     result.copy_(logits)
-    TritonSamplingOps(device).penalize(result, on(inputs, device))
+    TritonSamplingOps(device).penalize(result, on_device(inputs, device))
     assert torch.equal(result.cpu(), expected)
     assert (padded[:, vocab:] == 7).all()
-    narrow = on(replace(inputs, rows=inputs.rows.int(), slots=inputs.slots.int()), device)
+    narrow = on_device(replace(inputs, rows=inputs.rows.int(), slots=inputs.slots.int()), device)
     again = logits.to(device, copy=True)
     kernels.penalize(again, narrow)
     assert torch.equal(again.cpu(), expected)
@@ -130,7 +128,7 @@ def test_extra_ids_count_like_table_entries(num_rows, vocab, num_extra, cpu, dev
         penalize(result, inputs)
         assert torch.equal(result, expected)
     result = logits.to(device, copy=True)
-    TritonSamplingOps(device).penalize(result, on(inputs, device))
+    TritonSamplingOps(device).penalize(result, on_device(inputs, device))
     assert torch.equal(result.cpu(), expected)
     assert torch.equal(inputs.output_counts, kept)
 
@@ -146,7 +144,7 @@ def test_slot_beyond_32_bit_offsets(device):
     logits = torch.randn(int(inputs.rows[0]) + 1, 4096, generator=torch.Generator().manual_seed(3))
     expected = logits.clone()
     reference.penalize(expected, inputs)
-    far = on(replace(inputs, slots=torch.tensor([slot])), device)
+    far = on_device(replace(inputs, slots=torch.tensor([slot])), device)
     result = logits.to(device, copy=True)
     kernels.penalize(result, replace(far, output_counts=counts, in_prompt=in_prompt))
     assert torch.equal(result.cpu(), expected)

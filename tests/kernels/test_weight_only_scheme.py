@@ -12,6 +12,7 @@ import torch
 
 from kernels.backends.reference import DecoderOps
 from kernels.common.tolerances import TOLERANCES
+from tests.fakes.pairs import each_value, slow
 from tests.kernels.helpers import logits
 from tests.unit.worker.model.loading.test_gptq_awq import Made, opened, write
 from worker.model.linear import Placement
@@ -63,8 +64,7 @@ def check(raws: list[RawWeight], device: torch.device, dtype: torch.dtype = torc
     torch.testing.assert_close(out.cpu().double(), x.double() @ weight.T + bias.double(), rtol=relative, atol=absolute)
 
 
-@pytest.mark.parametrize("name", GGUF_FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_value(name=GGUF_FORMATS, dtype=[torch.bfloat16, torch.float16], ids=str)
 def test_gguf_formats(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check([from_gguf(name, 40, 96)], device, dtype)
 
@@ -75,8 +75,7 @@ def test_parts_of_one_layer_may_have_different_formats(device: torch.device) -> 
     check([from_codes(24, 256, 4, 0, 1), from_codes(8, 256, 8, 128, 2)], device)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 64, 128, 256, 0])
+@each_value(bits=[4, 8], group=[32, 64, 128, 256, 0])
 def test_codes_in_groups(bits: int, group: int, device: torch.device) -> None:
     check([from_codes(40, 256, bits, group, group)], device)
 
@@ -140,7 +139,7 @@ def test_cpu_weights_become_dense() -> None:
     assert isinstance(on_gpu, WeightOnlyScheme)
 
 
-@pytest.mark.parametrize("kind", ["gptq", "desc_act", "awq"])
+@pytest.mark.parametrize("kind", [slow("gptq"), "desc_act", "awq"])
 def test_checkpoint_logits_equal_dense_weights(
     tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
