@@ -52,9 +52,17 @@ def test_a_stop_string_inside_one_output_cuts_ids_and_logprobs() -> None:
     assert choice.token_ids == ids[:5]
 
 
-def test_a_stop_string_wins_over_length_in_the_same_output() -> None:
-    delta = feed(make("b"), ids_of("ab"), LENGTH)
-    assert (delta.text, delta.finish_reason) == ("a", "stop")
+@pytest.mark.parametrize(
+    ("fields", "text", "finish", "shown", "reason"),
+    [
+        ({"stop": ("b",)}, "ab", LENGTH, "a", "stop"),
+        ({"stop": ("lo",), "include_stop_str_in_output": True}, "hello!", None, "hello", "stop"),
+        ({"stop": ("a",), "sampling": SamplingParams(max_tokens=64, min_tokens=3)}, "aaaxa", None, "aaax", "stop"),
+    ],
+)
+def test_stop_strings_in_one_output(fields: dict, text: str, finish: Finish | None, shown: str, reason: str) -> None:
+    delta = feed(make(*fields.pop("stop"), **fields), ids_of(text), finish)
+    assert (delta.text, delta.finish_reason) == (shown, reason)
 
 
 def test_the_reason_of_a_stop_is_what_the_request_named() -> None:
@@ -73,16 +81,6 @@ def test_held_text_is_flushed_at_the_end() -> None:
     assert feed(choice, ids_of("abc")).text == "a"
     delta = feed(choice, [2], STOP)
     assert (delta.text, delta.finish_reason) == ("bc", "stop")
-
-
-def test_the_stop_string_is_kept_on_request() -> None:
-    assert feed(make("lo", include_stop_str_in_output=True), ids_of("hello!")).text == "hello"
-
-
-def test_a_stop_string_does_not_count_before_min_tokens() -> None:
-    choice = make("a", sampling=SamplingParams(max_tokens=64, min_tokens=3))
-    delta = feed(choice, ids_of("aaaxa"))
-    assert (delta.text, delta.finish_reason) == ("aaax", "stop")
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -119,15 +117,10 @@ def test_any_grouping_of_tokens_gives_the_same_text(text: str, cuts: set[int], s
     assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [whole.finish_reason]
 
 
-@pytest.mark.parametrize("token_ids", [[512], [-1], [5] * 65])
-def test_impossible_outputs_are_failures(token_ids: list[int]) -> None:
+@pytest.mark.parametrize(("token_ids", "logprobs"), [([512], None), ([-1], None), ([5] * 65, None), ([5], 0)])
+def test_impossible_outputs_are_failures(token_ids: list[int], logprobs: int | None) -> None:
     with pytest.raises(InternalError):
-        feed(make(), token_ids)
-
-
-def test_missing_logprobs_are_a_failure() -> None:
-    with pytest.raises(InternalError, match="log-prob"):
-        feed(make(sampling=SamplingParams(max_tokens=9, logprobs=0)), [5])
+        feed(make(sampling=SamplingParams(max_tokens=64, logprobs=logprobs)), token_ids)
 
 
 def test_drafts_are_told_at_the_end() -> None:
@@ -136,6 +129,7 @@ def test_drafts_are_told_at_the_end() -> None:
     assert feed(choice, ids_of("d")).drafts is None
     assert feed(choice, [*ids_of("e"), 2], STOP, drafts=DraftCounts(3, 4)).drafts == DraftCounts(3, 4)
     assert feed(make(), ids_of("a"), LENGTH).drafts is None
+    assert feed(make("lo"), ids_of("lo")).drafts is None
     choice = make()
     feed(choice, ids_of("a"), drafts=DraftCounts(0, 3))
     assert feed(choice, ids_of("b"), LENGTH).drafts == DraftCounts(0, 3), "an end without news of them"
@@ -161,10 +155,3 @@ def test_accepted_drafts_behind_a_stop_string_are_in_no_completion(
         delta = feed(choice, ids_of("hello!"), finish, drafts=so_far)
         assert delta.finish_reason == "stop" and len(delta.token_ids) == 5
         assert delta.drafts == DraftCounts(so_far.num_accepted - num_cut, so_far.num_rejected + num_cut)
-
-
-def test_a_stop_string_shows_the_last_counts() -> None:
-    choice = make("lo")
-    feed(choice, ids_of("abc"), drafts=DraftCounts(2, 1))
-    assert feed(choice, ids_of("lo")).drafts == DraftCounts(2, 1)
-    assert feed(make("lo"), ids_of("lo")).drafts is None

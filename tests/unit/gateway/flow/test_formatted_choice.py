@@ -22,7 +22,7 @@ from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.tools.format import Tool, ToolRequest
 from gateway.text.tools.prompting import TemplateSupport
-from shared.messages import DraftCounts, Finish, FinishReason, Output, TokenLogprobs
+from shared.messages import Finish, FinishReason, Output
 from shared.sampling_params import SamplingParams
 from tests.fakes.gateway_core import make_request
 from tests.fakes.hermes import END, call_text, tokenizer
@@ -92,12 +92,6 @@ def test_reasoning_content_and_calls(size: int, special: bool) -> None:
     assert delta.num_reasoning_tokens == len(ids_of(THOUGHT.rstrip()))
 
 
-def test_a_plain_answer_where_tools_were_offered() -> None:
-    """33."""
-    delta = say(make(), "Just words <tool and {braces}.")
-    assert (delta.text, delta.tool_calls, delta.finish_reason) == ("Just words <tool and {braces}.", [], "stop")
-
-
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
 def test_a_call_that_the_limit_cuts_off_ends_with_length(choice: str) -> None:
     """34."""
@@ -112,6 +106,7 @@ def test_the_beginning_of_an_enforced_call_is_no_content(choice: str) -> None:
         delta = say(make(choice=choice), text, LENGTH)
         assert (delta.text, delta.finish_reason) == ("", "length")
     assert say(make(), "<tool", LENGTH).text == "<tool"
+    assert say(make(), "Just words <tool and {braces}.").text == "Just words <tool and {braces}."
 
 
 def test_a_named_function_ends_with_stop() -> None:
@@ -158,19 +153,6 @@ def test_reasoning_that_never_ends_is_all_there_is() -> None:
     assert (delta.reasoning, delta.text, delta.finish_reason) == ("Hm", "", "length")
 
 
-def test_logprobs_are_of_all_tokens() -> None:
-    choice = make(sampling=SamplingParams(max_tokens=400, logprobs=0))
-    ids = ids_of(THOUGHT + "Yes.")
-    logprobs = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in ids]
-    delta = feed(choice, ids, LENGTH, logprobs=logprobs)
-    assert [entry.token_id for entry in delta.logprobs or []] == delta.token_ids == ids
-
-
-def test_repetition_is_a_reason_of_its_own() -> None:
-    delta = feed(make(), ids_of("a a a a"), Finish(FinishReason.REPETITION))
-    assert (delta.text, delta.finish_reason) == ("a a a a", "repetition")
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     parts=st.lists(
@@ -198,13 +180,6 @@ def test_any_grouping_of_tokens_gives_the_same_message(
     assert (cut.text, cut.reasoning, calls_of(cut)) == (whole.text, whole.reasoning, calls_of(whole))
     assert (cut.finish_reason, cut.token_ids) == (whole.finish_reason, whole.token_ids)
     assert cut.num_reasoning_tokens == whole.num_reasoning_tokens
-
-
-def test_drafts_are_told_with_the_end() -> None:
-    choice = make()
-    assert feed(choice, ids_of(THOUGHT), drafts=DraftCounts(3, 0)).drafts is None
-    delta = feed(choice, [*ids_of("Yes."), END], STOP, drafts=DraftCounts(4, 1))
-    assert (delta.text, delta.finish_reason, delta.drafts) == ("Yes.", "stop", DraftCounts(4, 1))
 
 
 def test_news_of_calls_are_merged() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +19,12 @@ def never() -> None:
     pytest.fail("the consumer was not slow")
 
 
-async def test_deltas_of_a_choice_are_merged_and_choices_are_not() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
+@pytest.fixture
+async def outbox() -> Outbox:
+    return Outbox(10, never, FlushScheduler())
+
+
+async def test_deltas_of_a_choice_are_merged_and_choices_are_not(outbox: Outbox) -> None:
     entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in (1, 2)]
     outbox.put(TextDelta(1, "a", [1], entries[:1], None, 7, entries))
     outbox.put(TextDelta(0, "x", [5]))
@@ -30,8 +34,7 @@ async def test_deltas_of_a_choice_are_merged_and_choices_are_not() -> None:
     assert outbox.take() is None
 
 
-async def test_ids_without_text_wait_for_their_text() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
+async def test_ids_without_text_wait_for_their_text(outbox: Outbox) -> None:
     outbox.put(TextDelta(0, "", [1]))
     assert outbox.take() is None
     outbox.put(TextDelta(0, "🛑", [2]))
@@ -41,8 +44,7 @@ async def test_ids_without_text_wait_for_their_text() -> None:
     assert outbox.take() == TextDelta(0, "", [3], None, "length")
 
 
-async def test_reasoning_and_calls_are_worth_delivering() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
+async def test_reasoning_and_calls_are_worth_delivering(outbox: Outbox) -> None:
     for news in (
         TextDelta(0, "", [1], reasoning="Hm"),
         TextDelta(0, "", [2], tool_calls=[ToolCallDelta(0, id="c", name="f")]),
@@ -56,8 +58,7 @@ async def test_reasoning_and_calls_are_worth_delivering() -> None:
     assert outbox.take() == TextDelta(0, "", [4, 5], reasoning="m", num_reasoning_tokens=2)
 
 
-async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
+async def test_what_was_taken_is_not_changed_by_what_follows(outbox: Outbox) -> None:
     ids = [1]
     outbox.put(TextDelta(0, "a", ids))
     outbox.put(TextDelta(0, "b", [2]))
@@ -67,8 +68,7 @@ async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
     assert ids == [1]
 
 
-async def test_a_waiting_consumer_is_woken() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
+async def test_a_waiting_consumer_is_woken(outbox: Outbox) -> None:
     waiting = outbox.news()
     outbox.put(TextDelta(0, "", [1]))
     await asyncio.sleep(0)
@@ -135,9 +135,14 @@ async def turns(count: int = 4) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_receiver_gets_what_comes_while_the_consumer_waits_a_turn_at_a_time() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
+@pytest.fixture
+async def taker(outbox: Outbox) -> AsyncIterator[Taker]:
     taker = Taker(outbox)
+    yield taker
+    taker.task.cancel()
+
+
+async def test_a_receiver_gets_deltas_while_the_consumer_waits(outbox: Outbox, taker: Taker) -> None:
     await turns()
     outbox.put(TextDelta(0, "a", [1]))
     assert taker.log == []
@@ -148,12 +153,9 @@ async def test_a_receiver_gets_what_comes_while_the_consumer_waits_a_turn_at_a_t
     await turns()
     assert taker.passed == [TextDelta(0, "a", [1]), TextDelta(0, "bc", [2, 3]), TextDelta(1, "x", [7])]
     assert taker.taken == []
-    taker.task.cancel()
 
 
-async def test_ends_and_reports_on_prompts_are_the_consumers() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
-    taker = Taker(outbox)
+async def test_ends_and_reports_on_prompts_are_the_consumers(outbox: Outbox, taker: Taker) -> None:
     await turns()
     report = TextDelta(0, "a", [1], prompt_logprobs=[TokenLogprobs(1, None, 1, [], [])])
     outbox.put(report)
@@ -163,12 +165,9 @@ async def test_ends_and_reports_on_prompts_are_the_consumers() -> None:
     await turns()
     assert taker.taken == [report, TextDelta(0, "bc", [2, 3], None, "stop")]
     assert taker.passed == []
-    taker.task.cancel()
 
 
-async def test_a_receiver_that_is_not_ready_leaves_it_to_the_consumer_until_that_waits_again() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
-    taker = Taker(outbox)
+async def test_a_receiver_that_is_not_ready_leaves_deltas_to_the_consumer(outbox: Outbox, taker: Taker) -> None:
     taker.is_ready = False
     taker.may_go_on.clear()
     await turns()
@@ -185,12 +184,9 @@ async def test_a_receiver_that_is_not_ready_leaves_it_to_the_consumer_until_that
     await turns()
     assert [delta.text for delta in taker.taken] == ["a", "b"]
     assert [delta.text for delta in taker.passed] == ["c"]
-    taker.task.cancel()
 
 
-async def test_what_a_receiver_raises_is_raised_to_the_consumer() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
-    taker = Taker(outbox)
+async def test_what_a_receiver_raises_is_raised_to_the_consumer(outbox: Outbox, taker: Taker) -> None:
     taker.error = KeyError("of the receiver")
     await turns()
     outbox.put(TextDelta(0, "a", [1]))
@@ -198,9 +194,7 @@ async def test_what_a_receiver_raises_is_raised_to_the_consumer() -> None:
         await asyncio.wait_for(taker.task, 5)
 
 
-async def test_nothing_is_handed_over_past_a_consumer_that_was_cancelled() -> None:
-    outbox = Outbox(10, never, FlushScheduler())
-    taker = Taker(outbox)
+async def test_nothing_is_handed_over_past_a_consumer_that_was_cancelled(outbox: Outbox, taker: Taker) -> None:
     await turns()
     taker.task.cancel()
     outbox.put(TextDelta(0, "a", [1]))
