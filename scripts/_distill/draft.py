@@ -1,4 +1,4 @@
-"""Draft model in torch for training: a few layers of the target between the target's embedding and head.
+"""Draft model in torch for training: the first layers of the target between the target's embedding and head.
 
 It computes the same as worker/model/decoder.py, but on whole texts and without a cache. Weights have the layout of the
 target's file, so that they can be written unchanged. One matrix is added between the last norm and the head: hidden
@@ -9,7 +9,6 @@ lens"). The map is trained, and multiplied into the head when the draft is writt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,36 +26,27 @@ _VOCABULARY = ("embed.weight", "head.weight")
 """Not trained, because they are most of a small model and few texts use all of their rows."""
 
 
-def draft_spec(target: DecoderSpec, layers: Sequence[int]) -> DecoderSpec:
-    """Return the spec of a draft with these layers of the target.
+def draft_spec(target: DecoderSpec, num_layers: int) -> DecoderSpec:
+    """Return the spec of a draft with the first layers of the target.
 
     Raises:
-        ConfigurationError: The target does not have these layers, or has a feature that training does not support.
+        ConfigurationError: The target does not have so many layers, or has a feature that training does not support.
     """
-    if not layers or not all(0 <= layer < target.num_layers for layer in layers):
-        raise ConfigurationError(f"--chosen-layers {layers}: the target has layers 0 to {target.num_layers - 1}")
+    if not 0 < num_layers <= target.num_layers:
+        raise ConfigurationError(f"--layers {num_layers}: the target has {target.num_layers} layers")
     if len(target.kv_groups) > 1:
         raise ConfigurationError("the target has layers with and without a window, which is not supported")
     # The target's sliding window is omitted: drafts are verified, and training texts are shorter than it.
-    group = KVGroupSpec(layers=tuple(range(len(layers))))
-    return dataclasses.replace(target, num_layers=len(layers), kv_groups=(group,))
-
-
-def target_name(name: str, layers: Sequence[int]) -> str:
-    """Return the name of a tensor of the draft in the target."""
-    parts = name.split(".")
-    if parts[0] == "layers":
-        parts[1] = str(layers[int(parts[1])])
-    return ".".join(parts)
+    group = KVGroupSpec(layers=tuple(range(num_layers)))
+    return dataclasses.replace(target, num_layers=num_layers, kv_groups=(group,))
 
 
 class Draft:
-    """Llama-like decoder, initialized from layers of the target.
+    """Llama-like decoder, initialized from the first layers of the target.
 
     Args:
         spec: Spec of the draft.
         weights: Weights of the target.
-        layers: Layers of the target.
         dtype: Type of the matrix products; sums and norms are float32.
 
     Attributes:
@@ -66,10 +56,10 @@ class Draft:
         head: [vocab, hidden], the target's head.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: WeightSource, layers: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype) -> None:
 
         def read(name: str) -> torch.Tensor:
-            return weights.get(target_name(name, layers)).dequantize(torch.float32)
+            return weights.get(name).dequantize(torch.float32)
 
         self.spec = spec
         self._dtype = dtype

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from scripts._distill.draft import target_name
 from scripts._distill.texts import replaced
 from worker.model.families import gguf_names, hf_names, required_shapes
 from worker.model.loading.model_files import WeightSource
 from worker.model.spec import DecoderSpec
 
-WeightFormat = Literal["q4_0", "q4_1", "q8_0", "bf16"]
-TRAINED_FORMATS = {
-    "q4_0": gguf.GGMLQuantizationType.Q4_0,
-    "q4_1": gguf.GGMLQuantizationType.Q4_1,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-    "bf16": gguf.GGMLQuantizationType.BF16,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """Formats of trained matrices in a GGUF file."""
-
-    layers: WeightFormat
-    head: WeightFormat
-
-
+_TRAINED_FORMAT = gguf.GGMLQuantizationType.Q8_0
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _TEXT_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
                "chat_template.*", "generation_config.json")  # fmt: skip
@@ -46,10 +28,8 @@ def write_draft(
     out: Path,
     target: Path,
     spec: DecoderSpec,
-    layers: Sequence[int],
     trained: Mapping[str, torch.Tensor],
     weights: WeightSource,
-    formats: Formats,
 ) -> Path:
     """Write the draft and return the path that a worker loads.
 
@@ -57,29 +37,20 @@ def write_draft(
         out: Folder of the draft.
         target: File or folder of the target.
         spec: Spec of the draft.
-        layers: Layers of the target that the draft has.
         trained: Canonical name -> trained float32 weight. All other weights are copied from the target.
-        weights: Open weights of the target.
-        formats: Formats of trained matrices in a GGUF file. In a folder all weights are bfloat16.
+        weights: Open weights of the target. In a folder all weights are bfloat16.
     """
     out.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".gguf":
         path = out / "draft.gguf"
         with replaced(path) as temporary:
-            _write_gguf(temporary, target, spec, layers, trained, formats)
+            _write_gguf(temporary, target, spec, trained)
         return path
-    _write_folder(out, target, spec, layers, trained, weights)
+    _write_folder(out, target, spec, trained, weights)
     return out
 
 
-def _write_gguf(
-    path: Path,
-    target: Path,
-    spec: DecoderSpec,
-    layers: Sequence[int],
-    trained: Mapping[str, torch.Tensor],
-    formats: Formats,
-) -> None:
+def _write_gguf(path: Path, target: Path, spec: DecoderSpec, trained: Mapping[str, torch.Tensor]) -> None:
     """Write the target's file with fewer layers: its metadata, and its tensors unless they were trained."""
     reader = gguf.GGUFReader(target)
     architecture = reader.fields["general.architecture"].contents()
@@ -89,18 +60,17 @@ def _write_gguf(
         if not name.startswith("GGUF.") and name not in excluded:
             item = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=item)
-    writer.add_block_count(len(layers))
+    writer.add_block_count(spec.num_layers)
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    target_names, draft_names = gguf_names(max(layers) + 1), gguf_names(len(layers))
+    names = gguf_names(spec.num_layers)
     for name in required_shapes(spec):
         if name not in trained:
-            tensor = stored[target_names[target_name(name, layers)]]
-            writer.add_tensor(draft_names[name], tensor.data, raw_dtype=tensor.tensor_type)
+            tensor = stored[names[name]]
+            writer.add_tensor(names[name], tensor.data, raw_dtype=tensor.tensor_type)
             continue
         values = trained[name].numpy()
-        matrix_format = TRAINED_FORMATS[formats.head if name == "head.weight" else formats.layers]
-        kind = matrix_format if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(draft_names[name], gguf.quants.quantize(values, kind), raw_dtype=kind)
+        kind = _TRAINED_FORMAT if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(names[name], gguf.quants.quantize(values, kind), raw_dtype=kind)
     if "rope_freqs.weight" in stored:
         writer.add_tensor("rope_freqs.weight", np.array(stored["rope_freqs.weight"].data))
     writer.write_header_to_file()
@@ -110,19 +80,14 @@ def _write_gguf(
 
 
 def _write_folder(
-    out: Path,
-    target: Path,
-    spec: DecoderSpec,
-    layers: Sequence[int],
-    trained: Mapping[str, torch.Tensor],
-    weights: WeightSource,
+    out: Path, target: Path, spec: DecoderSpec, trained: Mapping[str, torch.Tensor], weights: WeightSource
 ) -> None:
     """Write the target's folder with fewer layers and all weights in bfloat16."""
-    names = hf_names(len(layers))
+    names = hf_names(spec.num_layers)
     tensors = {}
     for name in required_shapes(spec):
         if name not in trained:
-            values = weights.get(target_name(name, layers)).dequantize(torch.bfloat16)
+            values = weights.get(name).dequantize(torch.bfloat16)
         else:
             values = trained[name].to(torch.bfloat16)
         tensors[names[name]] = values.contiguous()
@@ -130,7 +95,7 @@ def _write_folder(
     for key in ("quantization_config", *_WINDOW_KEYS):
         config.pop(key, None)
     config |= {
-        "num_hidden_layers": len(layers),
+        "num_hidden_layers": spec.num_layers,
         "tie_word_embeddings": spec.tie_word_embeddings,
         "torch_dtype": "bfloat16",
     }

@@ -1,9 +1,9 @@
-"""Distillation of a draft model for speculative decoding: some layers of the target, trained on the target's texts.
+"""Distillation of a draft model for speculative decoding: the first layers of the target, trained on its texts.
 
-The draft has some layers of the target, its embedding and its head. The target generates greedy and sampled texts, and
-the layers of the draft are trained to reproduce the target's distributions. The embedding is not trained; a linear map
-in front of the head is. The result is a model in the target's format (a GGUF file, or a folder with safetensors) for
---speculative-model.
+The draft has the first layers of the target, its embedding and its head. The target generates greedy and sampled texts,
+and the layers of the draft are trained to reproduce the target's distributions. The embedding is not trained; a linear
+map in front of the head is. The result is a model in the target's format (a GGUF file, or a folder with safetensors)
+for --speculative-model.
 
 Texts and checkpoints are stored in the folder `work` beside it, so that an interrupted run resumes with the same
 result. Before and after training, the acceptance of the draft's tokens is measured on held-out prompts, greedy and at a
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from scripts._distill import acceptance
 from scripts._distill.draft import Draft, draft_spec
-from scripts._distill.export import TRAINED_FORMATS, Formats, write_draft
+from scripts._distill.export import write_draft
 from scripts._distill.loaded_model import LoadedModel, Text
 from scripts._distill.prompts import own_prompts, read_prompts, tokenize
 from scripts._distill.texts import (
@@ -50,6 +50,9 @@ from worker.executor.resolve import cache_directory, prepare_process, resolve_dt
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import default_model_path, open_model
 
+_NUM_TOP = 32
+"""Probabilities of the target that are recorded per token."""
+
 
 class Distillation:
     """One run, with the options of `parser`."""
@@ -65,14 +68,11 @@ class Distillation:
         if not self._target.exists():
             raise ConfigurationError(f"--model: there is no file or folder {self._target}")
         files = self._open()
-        self._layers = list(range(options.layers)) if options.chosen_layers is None else options.chosen_layers
-        self._spec = draft_spec(files.spec, self._layers)
+        self._spec = draft_spec(files.spec, options.layers)
         self._recipe = Recipe(
             num_texts=options.texts,
-            max_prompt=options.max_prompt,
             max_tokens=options.max_tokens,
-            num_top=min(options.top, files.spec.vocab_size),
-            temperature=options.temperature,
+            num_top=min(_NUM_TOP, files.spec.vocab_size),
             seed=options.seed,
         )
         if options.prompts is None:
@@ -80,8 +80,8 @@ class Distillation:
         else:
             training, evaluation = read_prompts(options.prompts, options.seed)
         bundle = files.bundle
-        self._training_orders = orders(tokenize(training, bundle, options.max_prompt), self._recipe)
-        self._evaluation_orders = evaluation_orders(tokenize(evaluation, bundle, options.max_prompt), self._recipe)
+        self._training_orders = orders(tokenize(training, bundle, self._recipe.max_prompt), self._recipe)
+        self._evaluation_orders = evaluation_orders(tokenize(evaluation, bundle, self._recipe.max_prompt), self._recipe)
         self._model_hash = files.model_hash
         self._loaded: LoadedModel | None = None
         files.weights.close()
@@ -90,7 +90,7 @@ class Distillation:
         """Run the distillation and return the figures."""
         options = self._options
         path = self._write(None if options.steps == 0 else self._work / "untrained", None)
-        figures: dict[str, Any] = {"layers": self._layers, "steps": options.steps}
+        figures: dict[str, Any] = {"layers": options.layers, "steps": options.steps}
         evaluated = (
             {}
             if options.no_measure
@@ -118,11 +118,10 @@ class Distillation:
 
     def _write(self, folder: Path | None, draft: Draft | None) -> Path:
         """Write a draft, or the target's layers if it is None, and return the path to load."""
-        files, options = self._open(), self._options
+        files = self._open()
         spec, trained = (self._spec, {}) if draft is None else (draft.written_spec, draft.written())
-        formats = Formats(options.layer_format, options.head_format)
         try:
-            return write_draft(folder or self._out, self._target, spec, self._layers, trained, files.weights, formats)
+            return write_draft(folder or self._out, self._target, spec, trained, files.weights)
         finally:
             files.weights.close()
 
@@ -164,18 +163,15 @@ class Distillation:
             batch=options.batch,
             learning_rate=options.learning_rate,
             warm_up=max(1, options.steps // 20),
-            weight_decay=options.weight_decay,
-            negatives=options.negatives,
             seed=options.seed,
-            save_every=options.save_every,
         )
         files = self._open()
         dtype = resolve_dtype(WorkerSettings(device="cpu"), torch.device("cpu"))
-        draft = Draft(self._spec, files.weights, self._layers, dtype)
+        draft = Draft(self._spec, files.weights, dtype)
         files.weights.close()
         content = [
             digest(self._model_hash, self._recipe, self._training_orders),
-            self._layers,
+            self._spec.num_layers,
             msgspec.to_builtins(schedule),
         ]
         run = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -212,27 +208,12 @@ def parser() -> argparse.ArgumentParser:
         help="file with a prompt per line, or .jsonl with `prompt` or `messages` (default: built-in prompts)",
     )
     p.add_argument("--layers", type=int, default=2, help="number of layers: the first ones of the target")
-    p.add_argument(
-        "--chosen-layers", type=int, nargs="+", help="use these layers of the target instead, counted from 0"
-    )
-    p.add_argument(
-        "--layer-format", choices=list(TRAINED_FORMATS), default="q8_0", help="format of trained layers in a GGUF file"
-    )
-    p.add_argument(
-        "--head-format", choices=list(TRAINED_FORMATS), default="q8_0", help="format of the head in a GGUF file"
-    )
     p.add_argument("--steps", type=int, default=1500, help="training steps; 0 copies the layers without training")
     p.add_argument("--batch", type=int, default=4, help="texts per step")
     p.add_argument("--learning-rate", type=float, default=2e-3)
-    p.add_argument("--weight-decay", type=float, default=0.01)
-    p.add_argument("--negatives", type=int, default=2048, help="sampled tokens per step, besides the likely ones")
     p.add_argument("--texts", type=int, default=4096, help="number of texts for training; too few cause overfitting")
-    p.add_argument("--max-prompt", type=int, default=256, help="maximum prompt tokens; longer prompts keep their end")
     p.add_argument("--max-tokens", type=int, default=192, help="maximum output tokens")
-    p.add_argument("--top", type=int, default=32, help="number of the target's probabilities recorded per token")
-    p.add_argument("--temperature", type=float, default=0.8, help="temperature of sampled texts")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     p.add_argument("--threads", type=int, default=0, help="number of threads; 0 for one per core")
     p.add_argument("--no-measure", action="store_true", help="do not measure acceptance")
     p.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))

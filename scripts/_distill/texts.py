@@ -55,11 +55,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_texts: int
-    max_prompt: int
     max_tokens: int
     num_top: int
-    temperature: float
     seed: int
+    max_prompt: int = 256
+    temperature: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     learning_rate: float
     warm_up: int
-    weight_decay: float
-    negatives: int
     seed: int
-    save_every: int
+    weight_decay: float = 0.01
+    negatives: int = 2048
+    save_every: int = 50
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step: linear warm-up, then cosine decay."""
