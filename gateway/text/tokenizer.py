@@ -15,12 +15,11 @@ from shared.errors import ConfigurationError, ContextLengthError, PayloadTooLarg
 from shared.messages import Bundle
 
 MAX_TEXT_BYTES = 16_777_216
-_LONG_TEXT_BYTES = 2_097_152
+_LONG_TEXT_BYTES = 524_288
 _LONG_TOKEN_BYTES = 16
 """Maximum number of bytes per token, and of a text with few tokens.
 
 Tokenizing takes 200 times the memory of a text, and seconds per few million bytes, during which other long texts wait.
-A bound by the longest token times the number of tokens would limit neither.
 """
 _SCAN_WINDOW = 65_536
 """Characters that one call of `re` may scan. Between calls other threads can take the interpreter lock."""
@@ -53,7 +52,6 @@ class TextTokenizer:
         self.token_bytes: TokenBytes = build_token_bytes(config, vocab)
         added = config.get("added_tokens") or []
         self.added_ids: dict[str, int] = {entry["content"]: entry["id"] for entry in added}
-        self.max_bytes_per_token = _max_bytes_per_token(config, self.token_bytes)
         self._bos_id = vocab.get(bundle.special_tokens.get("bos_token", ""))
         self._add_bos_token = bundle.add_bos_token
         special_texts = {entry["content"] for entry in added if entry.get("special")}
@@ -90,16 +88,11 @@ class TextTokenizer:
     def check_size(self, text: str, max_tokens: int | None, param: str) -> None:
         """Check the length before time is spent on a text that cannot fit."""
         size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
-        most = self.max_bytes_per_token
-        if max_tokens is not None and most is not None and size > max_tokens * most:
-            raise ContextLengthError(
-                f"the prompt is too long: it has {size} bytes, which is at least {-(-size // most)} tokens; "
-                f"the maximum context length is {max_tokens} tokens",
-                param=param,
-            )
         if max_tokens is not None and size > (allowed := max(_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES * max_tokens)):
             raise ContextLengthError(
-                f"the prompt is too long: it has {size} bytes; at most {allowed} are tokenized", param=param
+                f"the prompt is too long: it has {size} bytes; at most {allowed} are tokenized "
+                f"because the maximum context length is {max_tokens} tokens",
+                param=param,
             )
         if size > MAX_TEXT_BYTES:
             raise PayloadTooLargeError(
@@ -193,31 +186,3 @@ def _trie_source(node: dict[str, Any]) -> str:
         return prefix
     # An optional tail is tried first, so the longest text wins.
     return f"{prefix}(?:{'|'.join(branches)}){'?' if '' in node else ''}"
-
-
-def _max_bytes_per_token(config: Mapping[str, Any], token_bytes: TokenBytes) -> int | None:
-    """Return the maximum number of bytes of text that a token can stand for, or None if it is unbounded.
-
-    It is bounded if every byte of UTF-8 is a token, and neither the normalizer nor added tokens absorb text.
-    Vocabularies lack a few control characters and lead bytes, which then have no token. The doubled bound covers code
-    points with such a lead byte; a huge text that consists mostly of such control characters is refused as well.
-    """
-    covered = {entry[0] for entry in token_bytes.table if len(entry) == 1}
-    if config.get("model", {}).get("type") != "BPE" or not set(range(0x80, 0xC0)) <= covered:
-        return None
-    if not set(range(0x20, 0x7F)) <= covered or not _keeps_length(config.get("normalizer")):
-        return None
-    if any(entry.get("lstrip") or entry.get("rstrip") for entry in config.get("added_tokens") or []):
-        return None
-    longest = max(map(len, token_bytes.table))
-    return longest if set(range(0xC2, 0xF5)) | set(range(0x20)) <= covered else 2 * longest
-
-
-def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
-    if normalizer is None or normalizer.get("type") == "Prepend":
-        return True
-    if normalizer.get("type") == "Sequence":
-        return all(map(_keeps_length, normalizer.get("normalizers", [])))
-    if normalizer.get("type") == "Replace":
-        return normalizer.get("pattern") == {"String": " "} and normalizer.get("content") == "\u2581"
-    return False
