@@ -39,13 +39,15 @@ def test_requests_beyond_capacity_and_queue_are_refused() -> None:
         admit(admission)
 
 
-def test_choices_count_one_by_one_and_one_request_always_fits_alone() -> None:
+def test_choices_count_one_by_one_and_a_request_alone_exceeds_any_limit() -> None:
     admission = make()
     permit = admit(admission, num_sequences=50)
     with pytest.raises(RateLimitError):
         admit(admission)
     permit.release()
-    admit(admission, num_sequences=6)
+    admit(admission, num_sequences=5, num_tokens=5000)
+    with pytest.raises(RateLimitError):
+        admit(admission, num_tokens=1)
 
 
 def test_waiting_tokens_end_with_the_first_token_or_the_request() -> None:
@@ -60,18 +62,6 @@ def test_waiting_tokens_end_with_the_first_token_or_the_request() -> None:
     second.first_token()
     first.release()
     assert (admission.waiting_tokens, admission.num_sequences, admission.num_requests) == (0, 0, 0)
-
-
-def test_a_prompt_above_the_limit_enters_when_nothing_waits() -> None:
-    admission = make()
-    admit(admission, num_tokens=5000)
-    with pytest.raises(RateLimitError):
-        admit(admission, num_tokens=1)
-
-
-def test_tokens_that_other_gateways_wait_for_count() -> None:
-    with pytest.raises(RateLimitError):
-        admit(make(), num_tokens=500, foreign_tokens=600)
 
 
 def test_retry_after_follows_the_learned_speed_of_prompts() -> None:
@@ -98,11 +88,13 @@ def test_retry_after_follows_how_fast_requests_end() -> None:
     assert caught.value.retry_after == pytest.approx(7.0, rel=0.05)
 
 
-def test_sequences_of_other_gateways_count() -> None:
+def test_what_other_gateways_have_counts() -> None:
     admission = make()
     admit(admission, foreign_sequences=5)
     with pytest.raises(RateLimitError, match="6 sequences are running or waiting; the limit is 6"):
         admit(admission, foreign_sequences=5)
+    with pytest.raises(RateLimitError):
+        admit(admission, num_tokens=500, foreign_tokens=600)
     admit(admission, foreign_sequences=4)
 
 
