@@ -16,12 +16,22 @@ SKIPPED = ("redacted_thinking", "fallback")
 """Types of the assistant's blocks that are skipped. Other servers create them, and agents send whole histories back."""
 
 
-class TextBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Text. The citations of Anthropic's own answers are accepted in assistant messages and ignored."""
+class TypedObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Object whose fields depend on its type."""
 
     type: str
-    text: str
+
+
+class CacheableBlock(TypedObject, kw_only=True):
+    """Block that may have `cache_control`."""
+
     cache_control: CacheControl | None = None
+
+
+class TextBlock(CacheableBlock, kw_only=True):
+    """Text. The citations of Anthropic's own answers are accepted in assistant messages and ignored."""
+
+    text: str
     citations: list[Any] | None = None
 
 
@@ -31,85 +41,70 @@ class CitationsField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     enabled: bool | None = None
 
 
-class DocumentBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class DocumentBlock(CacheableBlock, kw_only=True):
     """Document of text."""
 
-    type: str
     source: dict[str, Any]
     title: str | None = None
     context: str | None = None
-    cache_control: CacheControl | None = None
     citations: CitationsField | None = None
 
 
-class TextSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TextSource(TypedObject, kw_only=True):
     """Source of a document: plain text."""
 
-    type: str
     media_type: str
     data: str
 
 
-class ContentSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ContentSource(TypedObject, kw_only=True):
     """Source of a document: text, or text blocks."""
 
-    type: str
     content: str | list[Any]
 
 
-class SearchResultBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SearchResultBlock(CacheableBlock, kw_only=True):
     """Result of the client's own search."""
 
-    type: str
     source: str
     title: str
     content: list[Any]
-    cache_control: CacheControl | None = None
     citations: CitationsField | None = None
 
 
-class ToolReferenceBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ToolReferenceBlock(CacheableBlock, kw_only=True):
     """Tool with `defer_loading` that the client's own search found."""
 
-    type: str
     tool_name: str
-    cache_control: CacheControl | None = None
 
 
-class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ThinkingBlock(TypedObject, kw_only=True):
     """Earlier reasoning. The signature is used only if the text is empty."""
 
-    type: str
     thinking: str
     signature: str | None = None
 
 
-class Caller(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Caller(TypedObject, kw_only=True):
     """Caller of a tool: the model, or a program that Anthropic ran."""
 
-    type: str
 
-
-class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ToolUseBlock(CacheableBlock, kw_only=True):
     """Call of a tool."""
 
-    type: str
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
     caller: Caller | None = None
     toolset_name: None = None
 
 
-class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ToolResultBlock(CacheableBlock, kw_only=True):
     """Result of a call."""
 
-    type: str
     tool_use_id: str
     content: str | list[Any] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
     toolset_name: None = None
 
 
@@ -167,9 +162,7 @@ def _block(value: object, place: str, kinds: Mapping[str, type[Block]]) -> Block
     if not isinstance(kind, str) or kind not in kinds:
         raise unsupported_kind(place, kind, tuple(kinds))
     block = convert(value, kinds[kind], place)
-    if isinstance(block, ThinkingBlock):
-        return block
-    if block.cache_control is not None:
+    if isinstance(block, CacheableBlock):
         check_cache_control(block.cache_control, f"{place}.cache_control")
     if isinstance(block, TextBlock):
         if block.citations and kinds is not KINDS["assistant"]:

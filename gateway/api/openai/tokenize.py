@@ -29,14 +29,8 @@ from gateway.http.body import read_json
 from gateway.http.errors import json_response
 from shared.errors import ContextLengthError, InvalidRequestError
 
-_ONLY_WITH_MESSAGES = (
-    "add_generation_prompt",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "documents",
-    "reasoning_effort",
-    "tools",
-)
+_WITH_PROMPT = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs")
+"""Fields of /tokenize that do not require `messages`."""
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -60,8 +54,8 @@ async def _encode(fields: TokenizeFields, entry: ModelEntry) -> list[int]:
     if fields.prompt is not None:
         if fields.messages is not None:
             raise InvalidRequestError("prompt and messages cannot be combined. Send one of them.", param="messages")
-        for name in _ONLY_WITH_MESSAGES:
-            if getattr(fields, name) is not None:
+        for name in fields.__struct_fields__:
+            if name not in _WITH_PROMPT and getattr(fields, name) is not None:
                 raise invalid(name, "requires messages.")
         special = fields.add_special_tokens is not False
         return await entry.pipeline.encode(fields.prompt, special, max_tokens=max_counted_tokens(entry))

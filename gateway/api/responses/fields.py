@@ -96,13 +96,8 @@ class ReasoningField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     mode: Literal["standard"] | None = None
 
 
-class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_schema"):
+class SchemaFormat(JsonSchemaField, kw_only=True, tag_field="type", tag="json_schema"):
     """Field `text.format` for a JSON Schema; chat has these fields in `json_schema`."""
-
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -354,12 +349,7 @@ def chat_fields(fields: InputFields, model: str, messages: list[dict[str, Any]])
 
 
 def _response_format(requested: TextFormat | JsonObjectFormat | SchemaFormat | None) -> ResponseFormat | None:
-    if not isinstance(requested, SchemaFormat):
-        return requested
-    schema = JsonSchemaField(
-        name=requested.name, schema=requested.schema, description=requested.description, strict=requested.strict
-    )
-    return JsonSchemaFormat(json_schema=schema)
+    return JsonSchemaFormat(json_schema=requested) if isinstance(requested, SchemaFormat) else requested
 
 
 _RENAMED = (
