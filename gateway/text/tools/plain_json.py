@@ -20,7 +20,7 @@ from gateway.text.tools.calls_grammar import (
 )
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser
-from gateway.text.tools.reader import Steps
+from gateway.text.tools.reader import AnswerParser, Steps
 
 PYTHON_TAG = "<|python_tag|>"
 _FENCES = ("```json", "```")
@@ -94,55 +94,28 @@ class LlamaJsonFormat(ToolFormat):
         return "; ".join(json.dumps({"name": name, "parameters": values}, ensure_ascii=False) for name, values in calls)
 
 
-class PlainJsonParser(JsonCallParser):
-    """Parser of calls at the beginning of an answer, in a code fence or not, and after a mark.
+class PlainJsonParser(AnswerParser, JsonCallParser):
+    """Parser of objects, with or without semicolons or commas between them, or of a list; in a code fence or not."""
 
-    Without a mark, an object is a call only if it names one of the tools, because content may be JSON too.
-
-    Attributes:
-        mark: Mark that may precede a call anywhere.
-    """
-
-    mark: str | None = None
-
-    def _read(self) -> Steps[None]:
+    def read_calls(self) -> Steps[None]:
+        """See AnswerParser."""
         source = self.source
-        self._know_tools()
-        source.begin_trial()
-        yield from source.space()
-        if self.mark is None or not (yield from source.accept(self.mark)):
-            fence = yield from source.accept_any(_FENCES)
-            yield from self._read_calls()
-            self._reject()
-            if fence and self.num_complete:
-                yield from source.accept("```")
-        else:
-            yield from self._read_marked()
-        while self.mark is not None and (yield from source.text_until((self.mark,), self.message.content)):
-            source.begin_trial(self.mark)
-            yield from self._read_marked()
-        yield from source.rest(self.message.content)
-
-    def _read_marked(self) -> Steps[None]:
-        self.known = None
-        yield from self._read_calls()
-        self._reject()
-
-    def _read_calls(self) -> Steps[None]:
-        """Read objects, with or without semicolons or commas between them, or a list."""
-        source = self.source
+        fence = yield from source.accept_any(_FENCES)
         yield from source.space()
         if (yield from source.peek()) == "[":
             yield from self.read_list()
             yield from source.space()
-            return
-        while (yield from self.read_call()):
-            source.begin_trial()
-            yield from source.space()
-            yield from source.accept_any((";", ","))
-            yield from source.space()
-            if (yield from source.peek()) != "{":
-                return
+        else:
+            while (yield from self.read_call()):
+                source.begin_trial()
+                yield from source.space()
+                yield from source.accept_any((";", ","))
+                yield from source.space()
+                if (yield from source.peek()) != "{":
+                    break
+        self._reject()
+        if fence and self.num_complete:
+            yield from source.accept("```")
 
 
 class LlamaJsonParser(PlainJsonParser):

@@ -16,7 +16,7 @@ from gateway.text.grammars.json_schema import ANNOTATIONS
 from gateway.text.tools.calls_grammar import MarkedFormat, call_rules, repeated, text_unless
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.literals import LiteralReader
-from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Steps
+from gateway.text.tools.reader import MAX_NAME, NAME, AnswerParser, CallParser, Steps
 from gateway.text.tools.schema import ANY_VALUE, arguments_schema, definitions, refers_elsewhere, value_expression
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -128,29 +128,13 @@ class _PythonCallParser(CallParser):
         return True
 
 
-class PythonicParser(_PythonCallParser):
-    """Parser of a list of calls at the beginning of an answer or after a mark.
+class PythonicParser(AnswerParser, _PythonCallParser):
+    """Parser of lists of calls."""
 
-    Without a mark, a list is a list of calls only if it begins with one of the tools.
-    """
+    mark = START
 
-    def _read(self) -> Steps[None]:
-        source = self.source
-        self._know_tools()
-        source.begin_trial()
-        yield from source.space()
-        marked = yield from source.accept(START)
-        while True:
-            if marked:
-                self.known = None
-            yield from self._read_lists()
-            self._reject()
-            if not (yield from source.text_until((START,), self.message.content)):
-                return
-            marked = True
-            source.begin_trial(START)
-
-    def _read_lists(self) -> Steps[None]:
+    def read_calls(self) -> Steps[None]:
+        """See AnswerParser."""
         source = self.source
         while (yield from source.accept("[")):
             while (yield from self.read_call()):

@@ -291,12 +291,41 @@ class CallParser:
     def _read(self) -> Steps[None]:
         raise NotImplementedError
 
-    def _know_tools(self) -> None:
-        self.known = frozenset(tool.name for tool in self.tools)
-
     def _reject(self) -> None:
         """Turn the recorded text into content, because it was not a call."""
         self.message.content(self.source.end_trial())
+
+
+class AnswerParser(CallParser):
+    """Base class of the parsers of calls at the beginning of an answer, or after a mark anywhere.
+
+    A format implements `read_calls`. Without a mark, only calls of the tools are calls, because content may look like
+    one.
+
+    Attributes:
+        mark: Mark that may precede calls; empty if the format has none.
+    """
+
+    mark = ""
+
+    def read_calls(self) -> Steps[None]:
+        """Read as many calls as follow one another."""
+        raise NotImplementedError
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        source.begin_trial()
+        yield from source.space()
+        if not self.mark or not (yield from source.accept(self.mark)):
+            self.known = frozenset(tool.name for tool in self.tools)
+        yield from self.read_calls()
+        self._reject()
+        while self.mark and (yield from source.text_until((self.mark,), self.message.content)):
+            self.known = None
+            source.begin_trial(self.mark)
+            yield from self.read_calls()
+            self._reject()
+        yield from source.rest(self.message.content)
 
 
 class TextSplitter:
