@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from shared.messages import Cancel, Finish, FinishReason
+from shared.messages import Finish, FinishReason
 from worker.engine import STALL_SECONDS
 
 NINE = "mod 5 for 9"
@@ -50,27 +48,6 @@ def test_idle_loop_waits_for_compiling_grammar(worker):
     client.finish("a")
 
 
-@pytest.mark.parametrize("how", ["cancel", "hello", "stop"])
-def test_compiling_requests_end_by_cancel_and_deadline(worker, how):
-    client = worker.client()
-    worker.compiled = False
-    client.submit("a", [5, 6, 7], grammar=NINE, num_choices=3, sampling=SAMPLING)
-    client.sync()
-    if how == "cancel":
-        client.send(Cancel("a"))
-        assert {client.finish("a", choice).reason for choice in range(3)} == {FinishReason.ABORT}
-    elif how == "hello":
-        client.hello()
-    else:
-        worker.engine.stop(now=True)
-        worker.engine.run()
-        client.read()
-        worker.pump(lambda: client.ended("a", 2) is not None, "the end")
-        assert {client.finish("a", choice).code for choice in range(3)} == {"service_unavailable"}
-    worker.run_until_idle()
-    assert worker.grammars.num_pending == 0
-
-
 def test_stopping_worker_completes_compiling_requests(worker):
     client = worker.client()
     worker.compiled = False
@@ -82,10 +59,3 @@ def test_stopping_worker_completes_compiling_requests(worker):
     worker.engine.run()
     worker.pump(lambda: client.ended("a") is not None, "the end")
     assert client.finish("a") == Finish(FinishReason.STOP)
-
-
-def test_invalid_grammar_is_reported_with_its_code(worker):
-    client = worker.client()
-    client.submit("a", [5, 6, 7], grammar="bad", num_choices=2)
-    assert {client.finish("a", choice).code for choice in range(2)} == {"invalid_grammar"}
-    worker.run_until_idle()

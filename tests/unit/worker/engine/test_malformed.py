@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,12 @@ from tests.unit.worker.engine.harness import EPOCH, Worker, make_submit
 
 VALID = encode_message(make_submit("v"))
 DEEP = b"\x91" * 10_000 + b"\xc0"
+
+
+@pytest.fixture
+def worker(start: Callable[..., Worker]) -> Worker:
+    """Return a worker; what the socket receives is independent of the depth."""
+    return start(depth=2)
 
 
 class Marker:
