@@ -16,21 +16,21 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
 
+from kernels.ops.decoder_layers.cpu import Shape, compile_for
+from kernels.ops.linear_panels.cpu import Result, panel_linear
 from shared.log import get_logger
 from worker.model.attention import attention_geometry
 from worker.model.loading.model_files import WeightSource
 from worker.model.spec import DecoderSpec
 from worker.parallel import ParallelContext
 from worker.quant.panels import PanelScheme, kind_of
-
-if TYPE_CHECKING:
-    from kernels.ops.decoder_layers.cpu import Shape
 
 _log = get_logger("worker.executor")
 
@@ -146,7 +146,6 @@ def compile_common_kernels(head_kinds: Callable[[], Iterable[Kind]]) -> None:
         head_kinds: Waits until the model's files are open and returns the kinds of the head's weight.
     """
     from kernels.backends.cpu_sampling import CpuSamplingOps
-    from kernels.ops.linear_panels.cpu import Result, panel_linear
 
     CpuSamplingOps(1).compile()
     for kind in head_kinds():
@@ -159,13 +158,14 @@ def _read_kinds(pipe: int) -> list[Kind]:
         return msgspec.json.decode(file.read(), type=list[tuple[int, bool]])
 
 
+@dataclass
 class Precompilation:
     """Thread that fills numba's cache, in which the model then finds its kernels. Does nothing on other devices.
 
     Until `wait` returns, no other thread may compile or import modules that import numba, because numba's
     initialization is not thread-safe. Errors are ignored here: the model encounters them again and reports them.
 
-    Args:
+    Attributes:
         spec: Model to compile for.
         weights: Weights of the model, of which one row each is read.
         parallel: Tensor-parallel layout.
@@ -176,35 +176,27 @@ class Precompilation:
         compile_process: Process that compiles the head meanwhile. If it fails, this thread compiles the head.
     """
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        weights: WeightSource,
-        parallel: ParallelContext,
-        *,
-        page_size: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-        compile_process: CompileProcess | None = None,
-    ) -> None:
-        self._spec = spec
-        self._parallel = parallel
-        self._page_size = page_size
-        self._dtype = dtype
-        self._kv_dtype = kv_dtype
-        self._compile_process = compile_process
+    spec: DecoderSpec
+    weights: WeightSource
+    parallel: ParallelContext
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    compile_process: CompileProcess | None = None
+
+    def __post_init__(self) -> None:
         self._layer_kinds: set[Kind] = set()
         self._head_kinds: set[Kind] = set()
         self._thread: threading.Thread | None = None
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             import kernels.backends.cpu  # noqa: F401 - must be imported by this thread, see above
 
-            self._layer_kinds = _kinds(weights, dtype, [f"layers.0.{name}.weight" for name in _LAYER_WEIGHTS])
-            head = "embed.weight" if spec.tie_word_embeddings else "head.weight"
-            self._head_kinds = _kinds(weights, dtype, [head])
-            if compile_process is not None:
-                compile_process.compile_head(self._head_kinds)
+            self._layer_kinds = _kinds(self.weights, self.dtype, [f"layers.0.{name}.weight" for name in _LAYER_WEIGHTS])
+            head = "embed.weight" if self.spec.tie_word_embeddings else "head.weight"
+            self._head_kinds = _kinds(self.weights, self.dtype, [head])
+            if self.compile_process is not None:
+                self.compile_process.compile_head(self._head_kinds)
             self._thread = threading.Thread(target=self._compile, name="compile-model", daemon=True)
             self._thread.start()
 
@@ -214,33 +206,29 @@ class Precompilation:
             self._thread.join()
 
     def _compile(self) -> None:
-        from kernels.ops.linear_panels.cpu import Result, panel_linear
         from kernels.ops.norm import cpu as norm
 
         # The final norm is always a separate op.
-        if norm.supported(self._spec.hidden_size, self._dtype):
-            norm.AddRMSNorm(self._spec.hidden_size, self._dtype)
+        if norm.supported(self.spec.hidden_size, self.dtype):
+            norm.AddRMSNorm(self.spec.hidden_size, self.dtype)
         shape = self._fused_shape()
         if shape is None:
             self._compile_ops()
         else:
-            from kernels.ops.decoder_layers.cpu import compile_for
-
             compile_for(shape, *next(iter(self._layer_kinds)))
-        if self._compile_process is not None:
-            self._compile_process.wait()
+        if self.compile_process is not None:
+            self.compile_process.wait()
         for kind in self._head_kinds:
             panel_linear(*kind, Result.FLOAT32)
 
     def _fused_shape(self) -> Shape | None:
         """Return the shape of the op that fuses all layers, or None if the model cannot use it (model.fused_layers)."""
         from kernels.ops.attention import cpu as attention
-        from kernels.ops.decoder_layers.cpu import Shape
 
-        spec = self._spec
-        fusible = self._parallel.tp_size == 1 and len(spec.kv_groups) == 1 and spec.activation == "silu"
-        geometry = attention_geometry(spec, self._page_size, spec.kv_groups[0].window, self._parallel)
-        supported = attention.supported(geometry, self._dtype, self._kv_dtype)
+        spec = self.spec
+        fusible = self.parallel.tp_size == 1 and len(spec.kv_groups) == 1 and spec.activation == "silu"
+        geometry = attention_geometry(spec, self.page_size, spec.kv_groups[0].window, self.parallel)
+        supported = attention.supported(geometry, self.dtype, self.kv_dtype)
         if not fusible or len(self._layer_kinds) != 1 or not supported:
             return None
         return Shape(
@@ -248,7 +236,7 @@ class Precompilation:
             intermediate=spec.intermediate_size,
             geometry=geometry,
             eps=spec.norm_eps,
-            kv_dtype=self._kv_dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     def _compile_ops(self) -> None:
@@ -256,15 +244,14 @@ class Precompilation:
         from kernels.ops.activation import cpu as activation
         from kernels.ops.attention import cpu as attention
         from kernels.ops.attention.kv_pages import stored_in_pairs
-        from kernels.ops.linear_panels.cpu import Result, panel_linear
 
-        spec, dtype = self._spec, self._dtype
+        spec, dtype = self.spec, self.dtype
         for window in {group.window for group in spec.kv_groups}:
-            geometry = attention_geometry(spec, self._page_size, window, self._parallel)
-            if attention.supported(geometry, dtype, self._kv_dtype):
-                paired = stored_in_pairs(self._kv_dtype, geometry.head_dim, geometry.page_size)
-                attention.PagedAttention(geometry, dtype, self._kv_dtype, paired=paired)
-        width = spec.intermediate_size // self._parallel.tp_size
+            geometry = attention_geometry(spec, self.page_size, window, self.parallel)
+            if attention.supported(geometry, dtype, self.kv_dtype):
+                paired = stored_in_pairs(self.kv_dtype, geometry.head_dim, geometry.page_size)
+                attention.PagedAttention(geometry, dtype, self.kv_dtype, paired=paired)
+        width = spec.intermediate_size // self.parallel.tp_size
         if activation.supported(width, dtype, spec.activation):
             activation.SiluAndMul(width, dtype)
         for kind in self._layer_kinds:

@@ -7,6 +7,7 @@ because the pages of a prompt do not change.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +28,11 @@ MIN_SAVED_BYTES = 24 << 30
 """Bytes a step must save to run without a captured graph: an H200 reads them in 5 ms, the time of 300 launches."""
 
 
+@dataclass(kw_only=True)
 class SharedPrefixes:
     """Mirror of the block tables, and the cascade work of the last batch.
 
-    Args:
+    Attributes:
         max_num_seqs: Number of rows.
         max_pages: Pages per row.
         page_size: Tokens per page.
@@ -40,21 +42,15 @@ class SharedPrefixes:
         device: Device of the work list.
     """
 
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_pages: int,
-        page_size: int,
-        members_per_tile: int,
-        min_saved_keys: int,
-        device: torch.device,
-    ) -> None:
-        self._tables = np.zeros((max_num_seqs, max_pages), dtype=np.int32)
-        self._page_size = page_size
-        self._members_per_tile = members_per_tile
-        self._min_saved_keys = min_saved_keys
-        self._device = device
+    max_num_seqs: int
+    max_pages: int
+    page_size: int
+    members_per_tile: int
+    min_saved_keys: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._tables = np.zeros((self.max_num_seqs, self.max_pages), dtype=np.int32)
         self._rows: bytes | None = None
         self._work: CascadeWork | None = None
 
@@ -73,10 +69,10 @@ class SharedPrefixes:
         return self._work
 
     def _plan(self, rows: Integers, starts: Integers) -> CascadeWork | None:
-        groups = shared_prefixes(self._tables[rows], starts // self._page_size, self._page_size)
-        if not groups or sum(group.num_saved_keys for group in groups) < self._min_saved_keys:
+        groups = shared_prefixes(self._tables[rows], starts // self.page_size, self.page_size)
+        if not groups or sum(group.num_saved_keys for group in groups) < self.min_saved_keys:
             return None
-        return cascade_work(groups, [1] * len(rows), self._members_per_tile, self._device)
+        return cascade_work(groups, [1] * len(rows), self.members_per_tile, self.device)
 
 
 def make_prefixes(

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.common.quantized import ActivationQuantization, Activations, dense
-from kernels.ops.weight_values.layout import (
-    BLOCK,
-    STEP,
-    PackedWeight,
-    empty_words,
-    new_counters,
-    num_groups,
-    pack_rows,
-)
+from kernels.ops.weight_values import layout
 from worker.quant.gguf_formats import BLOCK as GGUF_BLOCK
 from worker.quant.gguf_formats import unpack_blocks
 from worker.quant.raw_weight import RawWeight
@@ -60,8 +52,8 @@ def group_of(raws: Sequence[RawWeight]) -> int | None:
     if groups == {raws[0].shape[1]}:
         return 0
     group = math.gcd(*groups)
-    group = group if group % BLOCK == 0 else math.gcd(group, BLOCK)
-    return group if group >= STEP else None
+    group = group if group % layout.BLOCK == 0 else math.gcd(group, layout.BLOCK)
+    return group if group >= layout.STEP else None
 
 
 def _group(raw: RawWeight) -> int:
@@ -81,7 +73,7 @@ class WeightOnlyScheme:
         fixed: The result of a row does not depend on the batch.
     """
 
-    weight: PackedWeight
+    weight: layout.PackedWeight
     """Weight for the kernel, available after `after_load`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight], fixed: bool) -> None:
@@ -115,8 +107,8 @@ class WeightOnlyScheme:
     def create_weights(self, out_features: int, in_features: int) -> None:
         """Allocate words on the device. Factors stay in float32 until all are loaded."""
         self._num_in = in_features
-        self._words = empty_words(out_features, in_features, self._bits, self._device)
-        groups = num_groups(in_features, self._group)
+        self._words = layout.empty_words(out_features, in_features, self._bits, self._device)
+        groups = layout.num_groups(in_features, self._group)
         self._scales = torch.zeros((groups, out_features), device=self._device)
         self._minimums = torch.zeros((groups, out_features), device=self._device)
 
@@ -127,7 +119,7 @@ class WeightOnlyScheme:
         shift = (1 << (self._bits - 1)) - part.centre
         # As bytes, whose sums wrap around, so that negative codes are correct.
         codes = part.codes.to(self._device).view(torch.uint8) + shift
-        pack_rows(self._words, start, codes)
+        layout.pack_rows(self._words, start, codes)
         repeats = part.group // self._group if self._group else 1
         for target, values in ((self._scales, part.scales), (self._minimums, part.minimums)):
             spread = values.to(self._device).repeat_interleave(repeats, dim=1)
@@ -138,14 +130,14 @@ class WeightOnlyScheme:
         narrow = bool((self._scales.half().float() == self._scales).all())
         factors = torch.float16 if narrow else torch.float32
         minimums = self._minimums.to(factors) if bool(self._minimums.any()) else None
-        self.weight = PackedWeight(
+        self.weight = layout.PackedWeight(
             self._words,
             self._scales.to(factors),
             minimums,
             self._bits,
             self._group,
             self._num_in,
-            new_counters(self._words.shape[1], self._device),
+            layout.new_counters(self._words.shape[1], self._device),
         )
         self._scales = self._minimums = torch.empty(0)
 

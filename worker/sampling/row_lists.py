@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.ops.sampling.inputs import (
-    MAX_DRY_EXPONENT,
-    NO_CUT,
-    AdjustInputs,
-    AllowedInputs,
-    BadWordsInputs,
-    DryInputs,
-)
+from kernels.ops.sampling import inputs
 from kernels.ops.step_inputs.inputs import ADJUSTMENT_WORDS, BAD_WORD_WORDS, Field, StepBuffers
 from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from worker.plan import NewRow
@@ -96,9 +89,9 @@ class RowLists:
         if eos_end > new.num_prompt_tokens:
             # An end id that is also a stop id is masked only until min_tokens, even with ignore_eos.
             eos_ids = set(new.eos_token_ids).difference(sampling.stop_token_ids)
-            entries += [(token_id, NO_CUT, eos_end) for token_id in sorted(eos_ids)]
+            entries += [(token_id, inputs.NO_CUT, eos_end) for token_id in sorted(eos_ids)]
         if sampling.min_tokens > 0:
-            entries += [(token_id, NO_CUT, min_end) for token_id in sorted(set(sampling.stop_token_ids))]
+            entries += [(token_id, inputs.NO_CUT, min_end) for token_id in sorted(set(sampling.stop_token_ids))]
         if len(entries) > MAX_ADJUSTMENTS:
             raise ValueError(f"a request adjusts {len(entries)} logits; a row holds at most {MAX_ADJUSTMENTS}")
         before = int(self._num_adjustments[row])
@@ -112,11 +105,11 @@ class RowLists:
         width = self._layout.max_adjustments * ADJUSTMENT_WORDS
         return self._layout.adjustments.at + row * width, words.reshape(-1)
 
-    def adjust_inputs(self, sampled: SampledRows) -> AdjustInputs:
+    def adjust_inputs(self, sampled: SampledRows) -> inputs.AdjustInputs:
         """Return the additions to single logits."""
         width = int(self._num_adjustments[sampled.rows].max())
         entries = self._adjustments[:, :width]
-        return AdjustInputs(
+        return inputs.AdjustInputs(
             ids=entries[:, :, 0],
             values=self._adjustment_values[:, :width, 1],
             until=entries[:, :, 2],
@@ -124,13 +117,13 @@ class RowLists:
             position=sampled.positions,
         )
 
-    def allowed_inputs(self, sampled: SampledRows, listed: Listed) -> AllowedInputs:
+    def allowed_inputs(self, sampled: SampledRows, listed: Listed) -> inputs.AllowedInputs:
         """Return the allowed ids of the listed rows."""
-        return AllowedInputs(listed.index, sampled.rows_of(listed), self._allowed)
+        return inputs.AllowedInputs(listed.index, sampled.rows_of(listed), self._allowed)
 
-    def bad_words_inputs(self, sampled: SampledRows, listed: Listed) -> BadWordsInputs:
+    def bad_words_inputs(self, sampled: SampledRows, listed: Listed) -> inputs.BadWordsInputs:
         """Return the bad words of the listed rows."""
-        return BadWordsInputs(
+        return inputs.BadWordsInputs(
             rows=listed.index,
             table_rows=sampled.rows_of(listed),
             words=self._bad_words,
@@ -139,7 +132,7 @@ class RowLists:
             width=int(self._num_bad_tokens[listed.rows].max()),
         )
 
-    def dry_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> DryInputs:
+    def dry_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> inputs.DryInputs:
         """Return the DRY inputs of the listed rows.
 
         Args:
@@ -148,7 +141,7 @@ class RowLists:
             words: [D, SAMPLING_WORDS] int32 parameters of these rows.
         """
         lengths, last_n = sampled.lengths[listed.host_index], self._last_n[listed.rows]
-        return DryInputs(
+        return inputs.DryInputs(
             rows=listed.index,
             table_rows=sampled.rows_of(listed),
             token_ids=self._token_ids,
@@ -156,5 +149,5 @@ class RowLists:
             words=words,
             breakers=self._breakers,
             longest=int(np.where(last_n < 0, lengths, np.minimum(last_n, lengths)).max()),
-            longest_match=int(self._allowed_length[listed.rows].max()) + MAX_DRY_EXPONENT,
+            longest_match=int(self._allowed_length[listed.rows].max()) + inputs.MAX_DRY_EXPONENT,
         )

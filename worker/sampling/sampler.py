@@ -35,28 +35,21 @@ class SampledTokens:
     mu: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class Sampler:
     """Sampler of a worker. Its only state are the row parameters, whose penalty counts and mirostat targets it updates.
 
-    Args:
+    Attributes:
         parameters: Sampling parameters of the rows.
         ops: Sampling kernels.
         speculative: Kernels that verify drafts; None if there are no drafts.
         rejection: True to accept drafts by rejection sampling, False to accept drafts equal to the sampled token.
     """
 
-    def __init__(
-        self,
-        parameters: SamplingParameters,
-        ops: SamplingOps,
-        speculative: SpeculativeOps | None = None,
-        *,
-        rejection: bool = False,
-    ) -> None:
-        self._parameters = parameters
-        self._ops = ops
-        self._speculative = speculative
-        self._rejection = rejection
+    parameters: SamplingParameters
+    ops: SamplingOps
+    speculative: SpeculativeOps | None = None
+    rejection: bool = False
 
     def sample(self, logits: torch.Tensor, sampled: SampledRows) -> SampledTokens:
         """Sample one token per row of logits and count it for the penalties. No value is read on the host.
@@ -65,7 +58,7 @@ class Sampler:
             logits: [S, vocab] float32 raw logits; overwritten.
             sampled: Rows to sample.
         """
-        parameters, ops, listed = self._parameters, self._ops, sampled.listed
+        parameters, ops, listed = self.parameters, self.ops, sampled.listed
         reporting, penalized = None if sampled.trial else listed.get(Needs.LOGPROBS), listed.get(Needs.PENALTY)
         raw = _rows_of(logits, reporting) if reporting is not None else None
         if sampled.needs & Needs.ADJUST:
@@ -93,42 +86,42 @@ class Sampler:
 
     def _count(self, token_ids: torch.Tensor, sampled: SampledRows, penalized: Listed) -> None:
         """Count the tokens for the penalties. If drafts are verified, count only the accepted tokens."""
-        penalties, slots, verification = self._parameters.penalties, sampled.slots, sampled.verification
+        penalties, slots, verification = self.parameters.penalties, sampled.slots, sampled.verification
         if slots is None:
             return
         ids = token_ids.index_select(0, penalized.index)
-        if verification is None or self._speculative is None:
+        if verification is None or self.speculative is None:
             penalties.add(slots, ids)
             return
         bounds = verification.cu_rows.to(torch.int32)
-        accepted = self._speculative.verify(token_ids, verification.drafts, bounds).kept
-        self._speculative.add_kept(penalties.output_counts, slots, ids, accepted.index_select(0, penalized.index))
+        accepted = self.speculative.verify(token_ids, verification.drafts, bounds).kept
+        self.speculative.add_kept(penalties.output_counts, slots, ids, accepted.index_select(0, penalized.index))
 
     def distributions(self, logits: torch.Tensor, sampled: SampledRows) -> torch.Tensor | None:
         """Return the [S, vocab] float32 distributions that `sample` draws from, for logits without further changes.
 
         Return None if drafts are not accepted by rejection sampling.
         """
-        if not self._rejection or self._speculative is None:
+        if not self.rejection or self.speculative is None:
             return None
-        return self._speculative.probabilities(logits, self._parameters.sampling_inputs(sampled))
+        return self.speculative.probabilities(logits, self.parameters.sampling_inputs(sampled))
 
     def _draw(self, logits: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
         """Return [S] tokens sampled from the processed logits."""
-        inputs, verification = self._parameters.sampling_inputs(sampled), sampled.verification
-        if verification is None or not self._rejection or self._speculative is None:
-            return self._ops.sample(logits, inputs)
+        inputs, verification = self.parameters.sampling_inputs(sampled), sampled.verification
+        if verification is None or not self.rejection or self.speculative is None:
+            return self.ops.sample(logits, inputs)
         drafts = DraftInputs(verification.drafts, verification.probabilities, verification.probability_rows)
-        drawn = self._speculative.reject(logits, inputs, drafts)
+        drawn = self.speculative.reject(logits, inputs, drafts)
         if verification.drafted is None:
             return drawn
         # Requests without drafts must not be affected by the drafts of other requests.
-        return torch.where(verification.drafted > 0, drawn, self._ops.sample(logits, inputs))
+        return torch.where(verification.drafted > 0, drawn, self.ops.sample(logits, inputs))
 
     def _extend_and_sample(
         self, logits: torch.Tensor, sampled: SampledRows, extended: Listed
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        parameters, ops = self._parameters, self._ops
+        parameters, ops = self.parameters, self.ops
         inputs = parameters.extend_inputs(sampled, extended)
         log_mass = ops.extend(logits, inputs)
         token_ids = self._draw(logits, sampled)
@@ -140,7 +133,7 @@ class Sampler:
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """Return log-probabilities of [L] ids and of the num_top likeliest under [L, vocab] float32 raw logits."""
-        return self._ops.logprobs(logits, token_ids, num_top)
+        return self.ops.logprobs(logits, token_ids, num_top)
 
 
 def _rows_of(logits: torch.Tensor, listed: Listed) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_only_layers_without_a_window_save_reads(full: int, windowed: int):
     decoder = SimpleNamespace(spec=spec, device=torch.device("cuda"), dtype=torch.bfloat16)
     plan = KVPlan(num_pages=100, max_model_len=1024)
     prefixes = make_prefixes(WorkerSettings(), decoder, plan, ParallelContext())
-    assert prefixes._min_saved_keys == MIN_SAVED_BYTES // (full * 2 * 2 * 64 * 2)
+    assert prefixes.min_saved_keys == MIN_SAVED_BYTES // (full * 2 * 2 * 64 * 2)
     assert make_prefixes(WorkerSettings(deterministic=True), decoder, plan, ParallelContext()) is None
 
 
