@@ -11,10 +11,9 @@ import hashlib
 import os
 import struct
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +22,8 @@ from shared.errors import ModelFileError
 from worker.model.loading.fields import open_for_reading, pread_exactly, readable
 from worker.quant.gguf_formats import FORMATS, GGML_TYPE_NAMES, SUPPORTED_TYPES, WeightFormat
 
-_SCALARS: dict[int, tuple[str, str]] = {
-    0: ("<B", "u1"), 1: ("<b", "i1"), 2: ("<H", "<u2"), 3: ("<h", "<i2"), 4: ("<I", "<u4"), 5: ("<i", "<i4"),
-    6: ("<f", "<f4"), 7: ("<B", "u1"), 10: ("<Q", "<u8"), 11: ("<q", "<i8"), 12: ("<d", "<f8"),
+_SCALARS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
@@ -59,10 +57,6 @@ class StringArray:
             return raw.decode()
         except UnicodeDecodeError:
             raise ModelFileError(f"{self._where}[{index}] is not valid UTF-8") from None
-
-    def __iter__(self) -> Iterator[str]:
-        for index in range(len(self)):
-            yield self[index]
 
     def raw(self, index: int) -> bytes:
         """Return the bytes of one string."""
@@ -137,18 +131,18 @@ class _Cursor:
         more = pread_exactly(self._fd, len(self.buffer), target - len(self.buffer), self.name)
         self.buffer += more.tobytes()
 
-    def scalar(self, layout: str, what: str) -> int | float:
-        size = struct.calcsize(layout)
+    def array(self, dtype: str, count: int, what: str) -> npt.NDArray[Any]:
+        size = count * np.dtype(dtype).itemsize
         self.need(size, what)
-        (value,) = struct.unpack_from(layout, self.buffer, self.position)
+        values = np.frombuffer(self.buffer, dtype=dtype, count=count, offset=self.position).copy()
         self.position += size
-        return value  # type: ignore[no-any-return]
+        return values
 
-    def integer(self, layout: str, what: str) -> int:
-        return int(self.scalar(layout, what))
+    def integer(self, dtype: str, what: str) -> int:
+        return int(self.array(dtype, 1, what)[0])
 
     def string(self, what: str, limit: int | None = None) -> str:
-        length = self.integer("<Q", f"the length of {what}")
+        length = self.integer("<u8", f"the length of {what}")
         if limit is not None and not 0 < length <= limit:
             self.fail(f"{what} has {length} bytes; 1 to {limit} are allowed")
         self.need(length, what)
@@ -239,12 +233,12 @@ class GGUFFile:
         if self.file_size < 4 or pread_exactly(self._fd, 0, 4, self.name).tobytes() != b"GGUF":
             cursor.fail("is not a GGUF file")
         cursor.position = 4
-        version = cursor.integer("<I", "the version")
+        version = cursor.integer("<u4", "the version")
         if version not in (2, 3):
             reason = "big endian" if version in (0x0200_0000, 0x0300_0000) else f"of version {version}"
             cursor.fail(f"is {reason}; little-endian versions 2 and 3 are supported")
-        num_tensors = cursor.integer("<Q", "the number of tensors")
-        num_kv = cursor.integer("<Q", "the number of metadata keys")
+        num_tensors = cursor.integer("<u8", "the number of tensors")
+        num_kv = cursor.integer("<u8", "the number of metadata keys")
         if num_tensors * _MIN_TENSOR_BYTES > cursor.remaining:
             cursor.fail(f"claims {num_tensors} tensors, more than the file can hold")
         if num_kv * _MIN_KV_BYTES > cursor.remaining:
@@ -255,37 +249,32 @@ class GGUFFile:
         key = cursor.string(f"metadata key number {len(self._types)}", _MAX_KEY_BYTES)
         if key in self._types:
             cursor.fail(f"metadata key {key} appears twice")
-        kind = cursor.integer("<I", f"the type of {key}")
+        kind = cursor.integer("<u4", f"the type of {key}")
         self._types[key] = kind
         if kind == _STRING:
             self.metadata[key] = cursor.string(key)
         elif kind == _ARRAY:
             self._array(cursor, key)
-        elif kind in _SCALARS:
-            value = cursor.scalar(_SCALARS[kind][0], key)
-            if kind == _BOOL and value not in (0, 1):
-                cursor.fail(f"{key} is a boolean with the value {value}")
-            self.metadata[key] = bool(value) if kind == _BOOL else value
         else:
-            cursor.fail(f"{key} has the unknown value type {kind}")
+            self.metadata[key] = self._values(cursor, key, kind, 1)[0].item()
 
     def _array(self, cursor: _Cursor, key: str) -> None:
-        kind = cursor.integer("<I", f"the element type of {key}")
-        count = cursor.integer("<Q", f"the length of {key}")
+        kind = cursor.integer("<u4", f"the element type of {key}")
+        count = cursor.integer("<u8", f"the length of {key}")
         if kind == _STRING:
             self._pending[key] = _read_strings(cursor, count, key)
             return
         if kind == _ARRAY:
             cursor.fail(f"{key} is an array of arrays, which is not supported")
+        self.metadata[key] = self._values(cursor, key, kind, count)
+
+    def _values(self, cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArray[Any]:
         if kind not in _SCALARS:
-            cursor.fail(f"{key} has the unknown element type {kind}")
-        dtype = np.dtype(_SCALARS[kind][1])
-        cursor.need(count * dtype.itemsize, key)
-        values = np.frombuffer(cursor.buffer, dtype=dtype, count=count, offset=cursor.position).copy()
+            cursor.fail(f"{key} has the unknown value type {kind}")
+        values = cursor.array(_SCALARS[kind], count, key)
         if kind == _BOOL and count and values.max() > 1:
-            cursor.fail(f"{key} holds booleans other than 0 and 1")
-        cursor.position += count * dtype.itemsize
-        self.metadata[key] = values.astype(np.bool_) if kind == _BOOL else values
+            cursor.fail(f"{key} is a boolean with the value {values.max()}")
+        return values.astype(np.bool_) if kind == _BOOL else values
 
     def _alignment(self, cursor: _Cursor) -> int:
         value = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -300,12 +289,12 @@ class GGUFFile:
         name = cursor.string(f"the name of tensor number {len(self.tensors)}", _MAX_NAME_BYTES)
         if name in self.tensors:
             cursor.fail(f"tensor {name} appears twice")
-        num_dimensions = cursor.integer("<I", f"the number of dimensions of tensor {name}")
+        num_dimensions = cursor.integer("<u4", f"the number of dimensions of tensor {name}")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             cursor.fail(f"tensor {name} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are allowed")
-        dimensions = [cursor.integer("<Q", f"the dimensions of tensor {name}") for _ in range(num_dimensions)]
-        kind = cursor.integer("<I", f"the type of tensor {name}")
-        offset = cursor.integer("<Q", f"the offset of tensor {name}")
+        dimensions = [cursor.integer("<u8", f"the dimensions of tensor {name}") for _ in range(num_dimensions)]
+        kind = cursor.integer("<u4", f"the type of tensor {name}")
+        offset = cursor.integer("<u8", f"the offset of tensor {name}")
         elements = 1
         for dimension in dimensions:
             elements *= dimension
@@ -340,6 +329,4 @@ class GGUFFile:
             if info.offset < end:
                 cursor.fail(f"tensors {before} and {info.name} overlap")
             end, before = info.offset + info.num_bytes, info.name
-            self.tensors[info.name] = TensorInfo(
-                info.name, info.format, info.shape, data_start + info.offset, info.num_bytes
-            )
+            self.tensors[info.name] = replace(info, offset=data_start + info.offset)

@@ -6,6 +6,7 @@ The text is composed directly. The library parses it once, and no tokenizer obje
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +117,8 @@ def convert_tokenizer(file: GGUFFile, vocabulary: Vocabulary) -> bytes:
             than the model was trained on, unnoticed.
     """
     fields = Fields(file.metadata, f"{file.name}: ")
-    model = fields.text("tokenizer.ggml.model")
-    if model == "gpt2":
-        parts = _byte_level(file, fields, vocabulary)
-    elif model == "llama":
-        parts = _sentencepiece(file, fields, vocabulary)
-    else:
-        raise fields.error("tokenizer.ggml.model", f"is {model!r}; supported are gpt2 and llama")
+    converters = {"gpt2": _byte_level, "llama": _sentencepiece}
+    parts = converters[fields.choice("tokenizer.ggml.model", converters)](file, fields, vocabulary)
     tokens = vocabulary.tokens
     special = set(vocabulary.special_ids)
     parts["version"] = "1.0"
@@ -140,21 +136,13 @@ def _vocab(file: GGUFFile, vocabulary: Vocabulary) -> dict[str, int]:
     listed = vocabulary.tokens.to_list()
     vocab = {token: i for i, token in enumerate(listed)}
     if len(vocab) != len(listed):
-        seen: set[str] = set()
-        double = next(token for token in listed if token in seen or seen.add(token))  # type: ignore[func-returns-value]
+        double = Counter(listed).most_common(1)[0][0]
         raise ModelFileError(f"{file.name}: tokenizer.ggml.tokens holds {double!r} twice")
     return vocab
 
 
 def _pre_tokenizer(fields: Fields) -> _PreTokenizer:
-    name = fields.text("tokenizer.ggml.pre")
-    known = _PRE_TOKENIZERS.get(name)
-    if known is None:
-        supported = ", ".join(_PRE_TOKENIZERS)
-        raise fields.error(
-            "tokenizer.ggml.pre", f"is {name!r}, which does not define how text is split; supported are {supported}"
-        )
-    return known
+    return _PRE_TOKENIZERS[fields.choice("tokenizer.ggml.pre", _PRE_TOKENIZERS)]
 
 
 def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
