@@ -18,6 +18,17 @@ def new_row(row, token_ids, sampling=GREEDY, num_prompt_tokens=None, choice=0):
     )
 
 
+def make_plan(*scheduled, step=1, new=(), pages=None, copies=()):
+    """Return a step of scheduled (row, start, count, sample, ...), new rows, and pages by row, from the first on."""
+    return StepPlan(
+        step=step,
+        scheduled=[ScheduledTokens(*item) for item in scheduled],
+        new_rows=list(new),
+        block_tables=[BlockTableUpdate(row, 0, 0, ids) for row, ids in (pages or {}).items()],
+        page_copies=list(copies),
+    )
+
+
 def greedy_tokens(prompt, count):
     """Return the tokens of an autoregressive loop without cache and rows."""
     tokens = list(prompt)
@@ -38,22 +49,14 @@ def test_prefill_in_chunks_then_decode_beside_another_request(built):
     executor, _, _, _ = built
     first, second = [3, 1, 4, 1, 5, 9, 2], [6, 5]
     plans = [
-        StepPlan(
-            step=1,
-            scheduled=[ScheduledTokens(2, 0, 3, False)],
-            new_rows=[new_row(2, first)],
-            block_tables=[BlockTableUpdate(2, 0, 0, [9])],
-        ),
+        make_plan((2, 0, 3, False), new=[new_row(2, first)], pages={2: [9]}),
         StepPlan(
             step=2,
             scheduled=[ScheduledTokens(2, 3, 4, True), ScheduledTokens(0, 0, 2, True)],
             new_rows=[new_row(0, second)],
             block_tables=[BlockTableUpdate(2, 0, 1, [5, 11]), BlockTableUpdate(0, 0, 0, [7, 1, 2])],
         ),
-        *(
-            StepPlan(step=3 + i, scheduled=[ScheduledTokens(0, 2 + i, 1, True), ScheduledTokens(2, 7 + i, 1, True)])
-            for i in range(4)
-        ),
+        *(make_plan((0, 2 + i, 1, True), (2, 7 + i, 1, True), step=3 + i) for i in range(4)),
     ]
     # All steps are submitted before a result is read; rows pass sampled ids to the next step on the device.
     handles = [executor.submit(plan) for plan in plans]
@@ -74,14 +77,12 @@ def test_seeded_sampling_survives_a_preemption_into_another_row(built):
     prompt = [8, 8, 3]
 
     def run(row, known, steps):
-        pages = BlockTableUpdate(row, 0, 0, [row * 4 + i for i in range(4)])
         new = new_row(row, known, sampling, num_prompt_tokens=len(prompt))
-        plan = StepPlan(
-            step=1, scheduled=[ScheduledTokens(row, 0, len(known), True)], new_rows=[new], block_tables=[pages]
-        )
+        pages = {row: [row * 4 + i for i in range(4)]}
+        plan = make_plan((row, 0, len(known), True), new=[new], pages=pages)
         tokens = [executor.submit(plan).result().sampled[0].token_id]
         for i in range(steps - 1):
-            plan = StepPlan(step=2 + i, scheduled=[ScheduledTokens(row, len(known) + i, 1, True)])
+            plan = make_plan((row, len(known) + i, 1, True), step=2 + i)
             tokens.append(executor.submit(plan).result().sampled[0].token_id)
         return tokens
 
@@ -95,20 +96,9 @@ def test_seeded_sampling_survives_a_preemption_into_another_row(built):
 def test_page_copies_come_before_the_step(built):
     executor, _, _, kv = built
     prompt = [1, 2, 3, 4, 5, 6]
-    plan = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(0, 0, 6, True)],
-        new_rows=[new_row(0, prompt)],
-        block_tables=[BlockTableUpdate(0, 0, 0, [4, 5])],
-    )
-    executor.submit(plan).result()
-    fork = StepPlan(
-        step=2,
-        scheduled=[ScheduledTokens(1, 5, 1, True)],
-        new_rows=[new_row(1, prompt, choice=1)],
-        block_tables=[BlockTableUpdate(1, 0, 0, [4, 6])],
-        page_copies=[PageCopy(0, 5, 6)],
-    )
+    executor.submit(make_plan((0, 0, 6, True), new=[new_row(0, prompt)], pages={0: [4, 5]})).result()
+    new = new_row(1, prompt, choice=1)
+    fork = make_plan((1, 5, 1, True), step=2, new=[new], pages={1: [4, 6]}, copies=[PageCopy(0, 5, 6)])
     assert executor.submit(fork).result().sampled[0].token_id == greedy_tokens(prompt, 1)[0]
     assert kv.tokens[6].tolist() == [5, 6, -1, -1]
 
@@ -116,12 +106,8 @@ def test_page_copies_come_before_the_step(built):
 def test_logprobs_of_sampled_tokens(built):
     executor, _, _, _ = built
     sampling = SamplingParams(temperature=0.0, logprobs=3, max_tokens=5)
-    plan = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(0, 0, 2, True), ScheduledTokens(1, 0, 1, True)],
-        new_rows=[new_row(0, [1, 2]), new_row(1, [7], sampling)],
-        block_tables=[BlockTableUpdate(0, 0, 0, [0]), BlockTableUpdate(1, 0, 0, [1])],
-    )
+    new = [new_row(0, [1, 2]), new_row(1, [7], sampling)]
+    plan = make_plan((0, 0, 2, True), (1, 0, 1, True), new=new, pages={0: [0], 1: [1]})
     first, second = executor.submit(plan).result().sampled
     assert first.logprobs is None
     expected = torch.log_softmax(expected_logits([7]), dim=-1)
@@ -134,14 +120,10 @@ def test_logprobs_of_sampled_tokens(built):
 def test_prompt_logprobs_in_chunks(built):
     executor, _, _, _ = built
     prompt = [5, 6, 7, 8, 9, 10]
+    new = [new_row(0, prompt), new_row(1, [1, 2])]
     plans = [
-        StepPlan(
-            step=1,
-            scheduled=[ScheduledTokens(1, 0, 2, True), ScheduledTokens(0, 0, 4, False, 2)],
-            new_rows=[new_row(0, prompt), new_row(1, [1, 2])],
-            block_tables=[BlockTableUpdate(0, 0, 0, [0, 1]), BlockTableUpdate(1, 0, 0, [2])],
-        ),
-        StepPlan(step=2, scheduled=[ScheduledTokens(0, 4, 2, True, 2)]),
+        make_plan((1, 0, 2, True), (0, 0, 4, False, 2), new=new, pages={0: [0, 1], 1: [2]}),
+        make_plan((0, 4, 2, True, 2), step=2),
     ]
     first, second = [handle.result() for handle in [executor.submit(plan) for plan in plans]]
     assert first.sampled[0].token_id == greedy_tokens([1, 2], 1)[0]
@@ -157,13 +139,7 @@ def test_prompt_logprobs_in_chunks(built):
 def test_prompt_logprobs_never_hold_the_logits_of_a_long_prompt_at_once():
     runner, decoder, _, _ = make_runner(max_num_seqs=1, max_model_len=700, num_pages=200)
     prompt = [i % VOCAB for i in range(600)]
-    plan = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(0, 0, 600, True, 0)],
-        new_rows=[new_row(0, prompt)],
-        block_tables=[BlockTableUpdate(0, 0, 0, list(range(151)))],
-    )
-    result = runner.execute(plan)
+    result = runner.execute(make_plan((0, 0, 600, True, 0), new=[new_row(0, prompt)], pages={0: list(range(151))}))
     assert [entry.token_id for entry in result.prompt_logprobs[0]] == prompt[1:]
     assert max(decoder.logits_rows) <= 256
 
@@ -171,41 +147,28 @@ def test_prompt_logprobs_never_hold_the_logits_of_a_long_prompt_at_once():
 def test_a_row_with_nan_fails_without_affecting_others(built):
     executor, decoder, _, _ = built
     decoder.poisoned = 1
-    plan = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(i, 0, 1, True) for i in range(3)],
-        new_rows=[new_row(i, [i + 3], SamplingParams(temperature=0.0, logprobs=1)) for i in range(3)],
-        block_tables=[BlockTableUpdate(i, 0, 0, [i]) for i in range(3)],
-    )
+    new = [new_row(i, [i + 3], SamplingParams(temperature=0.0, logprobs=1)) for i in range(3)]
+    plan = make_plan(*((i, 0, 1, True) for i in range(3)), new=new, pages={i: [i] for i in range(3)})
     sampled = executor.submit(plan).result().sampled
     assert [token.token_id for token in sampled] == [greedy_tokens([3], 1)[0], -1, greedy_tokens([5], 1)[0]]
     assert sampled[1].logprobs is None and sampled[0].logprobs is not None
     # A step planned ahead still runs, with ids inside the vocabulary.
     decoder.poisoned = None
-    again = StepPlan(step=2, scheduled=[ScheduledTokens(i, 1, 1, True) for i in range(3)])
+    again = make_plan(*((i, 1, 1, True) for i in range(3)), step=2)
     assert all(0 <= token.token_id < VOCAB for token in executor.submit(again).result().sampled)
     assert (decoder.batches[-1].input_ids >= 0).all()
 
 
 def test_a_plan_without_tokens(built):
     executor, _, _, _ = built
-    assert executor.submit(StepPlan(step=4, scheduled=[])).result().sampled == []
+    assert executor.submit(make_plan()).result().sampled == []
 
 
 def test_a_row_reads_as_zero_pages_after_a_new_request(built):
     executor, decoder, _, _ = built
-    long = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(0, 0, 9, True)],
-        new_rows=[new_row(0, [1] * 9)],
-        block_tables=[BlockTableUpdate(0, 0, 0, [7, 8, 9])],
-    )
-    short = StepPlan(
-        step=2,
-        scheduled=[ScheduledTokens(0, 0, 1, True), ScheduledTokens(1, 0, 9, True)],
-        new_rows=[new_row(0, [1]), new_row(1, [1] * 9)],
-        block_tables=[BlockTableUpdate(0, 0, 0, [3]), BlockTableUpdate(1, 0, 0, [4, 5, 6])],
-    )
+    long = make_plan((0, 0, 9, True), new=[new_row(0, [1] * 9)], pages={0: [7, 8, 9]})
+    new = [new_row(0, [1]), new_row(1, [1] * 9)]
+    short = make_plan((0, 0, 1, True), (1, 0, 9, True), step=2, new=new, pages={0: [3], 1: [4, 5, 6]})
     for handle in [executor.submit(long), executor.submit(short)]:
         handle.result()
     batch = decoder.batches[-1]
@@ -220,12 +183,7 @@ def test_a_row_reads_as_zero_pages_after_a_new_request(built):
 def test_a_failed_step_raises_executor_error_and_ends_the_executor(built):
     executor, decoder, _, _ = built
     decoder.fail = RuntimeError("device lost")
-    plan = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(0, 0, 1, True)],
-        new_rows=[new_row(0, [1])],
-        block_tables=[BlockTableUpdate(0, 0, 0, [0])],
-    )
+    plan = make_plan((0, 0, 1, True), new=[new_row(0, [1])], pages={0: [0]})
     handle = executor.submit(plan)
     with pytest.raises(ExecutorError, match="device lost"):
         handle.result()
@@ -238,7 +196,7 @@ def test_close_twice_and_submit_after_close(built):
     executor.close()
     executor.close()
     with pytest.raises(ExecutorError, match="closed"):
-        executor.submit(StepPlan(step=1, scheduled=[]))
+        executor.submit(make_plan())
 
 
 class Enqueued:
@@ -278,7 +236,7 @@ def test_submitting_does_not_wait_and_closing_does():
 
 def test_a_device_error_is_raised_when_the_step_is_waited_for():
     executor = LocalExecutor(lambda plan: Enqueued(plan, RuntimeError("unspecified launch failure")), 2)
-    handle = executor.submit(StepPlan(step=1, scheduled=[]))
+    handle = executor.submit(make_plan())
     with pytest.raises(ExecutorError, match="the step failed: RuntimeError: unspecified launch failure"):
         handle.result()
     with pytest.raises(ExecutorError, match="an earlier step failed"):
@@ -289,6 +247,6 @@ def test_a_device_error_is_raised_when_the_step_is_waited_for():
 def test_a_request_too_long_for_its_row_is_rejected():
     runner, _, _, _ = make_runner(max_model_len=8)
     with pytest.raises(ValueError, match="10 tokens"):
-        runner.execute(StepPlan(step=1, scheduled=[], new_rows=[new_row(0, [1] * 10)]))
+        runner.execute(make_plan(new=[new_row(0, [1] * 10)]))
     with pytest.raises(ValueError, match="3 pages"):
-        runner.execute(StepPlan(step=1, scheduled=[], block_tables=[BlockTableUpdate(0, 0, 0, [1, 2, 3])]))
+        runner.execute(make_plan(pages={0: [1, 2, 3]}))
