@@ -25,10 +25,9 @@ KEEP = {"type": "clear_thinking_20251015"}
 
 
 @pytest.fixture
-async def gateway():
-    async with run_gateway(models=FakeModels(FakeEntry(formats=FORMATS))) as running:
-        yield running
-        assert await running.generations_left() == 0
+def gateway(gateway):
+    gateway.models.entry.formats = FORMATS
+    return gateway
 
 
 def assistant(*blocks):

@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.text.formats import ModelFormats
 from shared.errors import InternalError, RateLimitError, UnavailableError
-from tests.fakes.fake_generator import MODEL, FakeEntry, FakeModels
-from tests.fakes.http_gateway import run_gateway
+from tests.fakes.fake_generator import SUPPORT
 from tests.integration.test_http_messages import BASE, CALLED, FORMATS, RESULT, TOOL, ask, text, user
 
 
 @pytest.fixture
-async def gateway():
-    async with run_gateway(models=FakeModels(FakeEntry(formats=FORMATS))) as running:
-        yield running
-        # After every case the next request is served and no generation is left.
-        assert (await ask(running))[0] == 200
-        assert await running.generations_left() == 0
+async def gateway(gateway):
+    plain, gateway.models.entry.formats = gateway.models.entry.formats, FORMATS
+    yield gateway
+    # After every case the next request is served.
+    gateway.models.entry.formats = plain
+    assert (await ask(gateway))[0] == 200
 
 
 BLOCK = "messages[0].content[0]"
+ONE_CALL = {"disable_parallel_tool_use": True}
 SCHEMA = {"type": "json_schema", "schema": {}}
 PLAIN = {"type": "text", "media_type": "text/plain", "data": "x"}
 REFERENCE = {"type": "tool_reference", "tool_name": "nobody"}
 
 
-def document(source):
-    return user({"type": "document", "source": source})
+def said(*blocks):
+    return {"messages": [user(*blocks)]}
+
+
+def document(source, **more):
+    return said({"type": "document", "source": source, **more})
+
+
+def result(**changes):
+    return {"messages": [*BASE["messages"], CALLED, user({**RESULT, **changes})]}
+
+
+def calling(**changes):
+    block = {"type": "tool_use", "id": "a", "name": "x", "input": {}, **changes}
+    return {"messages": [{"role": "assistant", "content": [block]}]}
 
 
 def edits(*entries):
@@ -46,59 +60,36 @@ def edits(*entries):
         ({"messages": [{"role": "user", "content": {"type": "text"}}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
         ({"messages": [user("x")]}, BLOCK),
-        ({"messages": [user({"type": "image", "source": {}})]}, f"{BLOCK}.type"),
-        ({"messages": [user({"type": "document", "source": {}})]}, f"{BLOCK}.source.type"),
-        ({"messages": [user({"type": "document"})]}, f"{BLOCK}.source"),
-        ({"messages": [document({"type": "base64", "media_type": "application/pdf", "data": ""})]}, "text only"),
-        ({"messages": [document({"type": "text", "media_type": "text/html", "data": ""})]}, "source.media_type"),
-        ({"messages": [document({"type": "text", "media_type": "text/plain"})]}, f"{BLOCK}.source.data"),
-        ({"messages": [document({"type": "content", "content": [{"type": "image"}]})]}, "source.content[0].type"),
-        ({"messages": [document({"type": "content", "content": 5})]}, f"{BLOCK}.source.content"),
-        (
-            {"messages": [user({"type": "document", "source": PLAIN, "citations": {"enabled": True}})]},
-            f"{BLOCK}.citations",
-        ),
-        ({"messages": [user({"type": "search_result", "title": "x", "content": []})]}, f"{BLOCK}.source"),
+        (said({"type": "image", "source": {}}), f"{BLOCK}.type"),
+        (document({}), f"{BLOCK}.source.type"),
+        (said({"type": "document"}), f"{BLOCK}.source"),
+        (document({"type": "base64", "media_type": "application/pdf", "data": ""}), "text only"),
+        (document({"type": "text", "media_type": "text/html", "data": ""}), "source.media_type"),
+        (document({"type": "text", "media_type": "text/plain"}), f"{BLOCK}.source.data"),
+        (document({"type": "content", "content": [{"type": "image"}]}), "source.content[0].type"),
+        (document({"type": "content", "content": 5}), f"{BLOCK}.source.content"),
+        (document(PLAIN, citations={"enabled": True}), f"{BLOCK}.citations"),
+        (said({"type": "search_result", "title": "x", "content": []}), f"{BLOCK}.source"),
         ({"messages": [{**BASE["messages"][0], "clear_at": "never"}]}, "messages[0].clear_at"),
         ({"messages": [{"role": "system", "content": "x", "clear_at": "later"}]}, "messages[0].clear_at"),
-        ({"messages": [*BASE["messages"], CALLED, user({**RESULT, "content": [REFERENCE]})]}, "[0].tool_name"),
-        ({"messages": [user({"type": ["text"]})]}, f"{BLOCK}.type"),
-        ({"messages": [user({"text": "x"})]}, f"{BLOCK}.type"),
-        ({"messages": [user({"type": "tool_use", "id": "a", "name": "b", "input": {}})]}, f"{BLOCK}.type"),
-        ({"messages": [user({"type": "text"})]}, f"{BLOCK}.text"),
-        ({"messages": [user(text("x", extra=1))]}, f"{BLOCK}.extra"),
-        ({"messages": [user(text("x", cache_control={"type": "forever"}))]}, f"{BLOCK}.cache_control.type"),
-        (
-            {"messages": [user(text("x", cache_control={"type": "ephemeral", "ttl": "1d"}))]},
-            f"{BLOCK}.cache_control.ttl",
-        ),
-        ({"messages": [user(text("x", citations=[{}]))]}, f"{BLOCK}.citations"),
-        ({"messages": [user(RESULT)]}, f"{BLOCK}.tool_use_id"),
+        (result(content=[REFERENCE]), "[0].tool_name"),
+        (said({"type": ["text"]}), f"{BLOCK}.type"),
+        (said({"text": "x"}), f"{BLOCK}.type"),
+        (said({"type": "tool_use", "id": "a", "name": "b", "input": {}}), f"{BLOCK}.type"),
+        (said({"type": "text"}), f"{BLOCK}.text"),
+        (said(text("x", extra=1)), f"{BLOCK}.extra"),
+        (said(text("x", cache_control={"type": "forever"})), f"{BLOCK}.cache_control.type"),
+        (said(text("x", cache_control={"type": "ephemeral", "ttl": "1d"})), f"{BLOCK}.cache_control.ttl"),
+        (said(text("x", citations=[{}])), f"{BLOCK}.citations"),
+        (said(RESULT), f"{BLOCK}.tool_use_id"),
         ({"messages": [*BASE["messages"], CALLED, user(text("x"), RESULT)]}, "messages[2].content[1]"),
-        (
-            {"messages": [*BASE["messages"], CALLED, user({**RESULT, "content": [{"type": "image"}]})]},
-            "messages[2].content[0].content[0].type",
-        ),
-        ({"messages": [*BASE["messages"], CALLED, user({**RESULT, "is_error": 1})]}, "messages[2].content[0].is_error"),
+        (result(content=[{"type": "image"}]), "messages[2].content[0].content[0].type"),
+        (result(is_error=1), "messages[2].content[0].is_error"),
         ({"messages": [*BASE["messages"], CALLED]}, "messages[1]"),
         ({"messages": [*BASE["messages"], {"role": "assistant", "content": ""}]}, "messages[1]"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "x", "input": {}}]}
-                ]
-            },
-            f"{BLOCK}.id",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "x", "input": []}]}
-                ]
-            },
-            f"{BLOCK}.input",
-        ),
-        ({"messages": [user({"type": "redacted_thinking", "data": ""})]}, f"{BLOCK}.type"),
+        (calling(id=""), f"{BLOCK}.id"),
+        (calling(input=[]), f"{BLOCK}.input"),
+        (said({"type": "redacted_thinking", "data": ""}), f"{BLOCK}.type"),
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"system": [text(5)]}, "system[0].text"),
@@ -134,14 +125,8 @@ def edits(*entries):
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "look"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        (
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            "tool_choice.disable_parallel_tool_use",
-        ),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "none", "disable_parallel_tool_use": True}},
-            "tool_choice.disable_parallel_tool_use",
-        ),
+        ({"tool_choice": {"type": "auto", **ONE_CALL}}, "tool_choice.disable_parallel_tool_use"),
+        ({"tools": [TOOL], "tool_choice": {"type": "none", **ONE_CALL}}, "tool_choice.disable_parallel_tool_use"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type between_tools is not supported here: "),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
@@ -152,10 +137,7 @@ def edits(*entries):
         ({"thinking": {"type": "adaptive", "block_binding": {"prefix_mismatch_behavior": "x"}}}, "block_binding"),
         ({"output_config": {"effort": "some"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "intt"}}}},
-            "output_config.format.schema",
-        ),
+        ({"output_config": {"format": {**SCHEMA, "schema": {"type": "intt"}}}}, "output_config.format.schema"),
         ({"cache_control": {"type": "never"}}, "cache_control.type"),
         ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "x"}]}, "mcp_servers"),
         ({"container": "x"}, "container"),
@@ -196,25 +178,20 @@ async def test_threads_are_refused_so_that_clients_go_on_without(gateway):
     assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
-async def test_a_model_without_reasoning():
-    async with run_gateway() as gateway:
-        for fields, named in (
-            ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}, "thinking.budget_tokens"),
-            ({"tools": [TOOL]}, "tools"),
-        ):
-            status, body = await ask(gateway, **fields)
-            assert status == 400 and named in body["error"]["message"]
-        assert (await ask(gateway, thinking={"type": "disabled"}))[0] == 200
+async def test_a_model_without_reasoning(gateway):
+    gateway.models.entry.formats = ModelFormats(template=SUPPORT)
+    for fields, named in (
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}, "thinking.budget_tokens"),
+        ({"tools": [TOOL]}, "tools"),
+    ):
+        status, body = await ask(gateway, **fields)
+        assert status == 400 and named in body["error"]["message"]
+    assert (await ask(gateway, thinking={"type": "disabled"}))[0] == 200
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"[]", b"{", b'{"model": "a", "model": "b"}', b'{"max_tokens": NaN}', b"\xff\xfe", b"null",
-        b'{"model":"' + MODEL.encode() + b'","max_tokens":1,"messages":[{"role":"user","content":"\\ud800"}]}',
-        b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    ],
-)  # fmt: skip
+    "body", [b"", b"{", b'{"max_tokens": NaN}', b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"]
+)
 async def test_invalid_bodies_are_refused(gateway, body):
     status, answer, headers = await gateway.post("/v1/messages", body)
     assert status == 400 and answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"

