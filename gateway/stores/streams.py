@@ -41,20 +41,6 @@ class StreamLog:
         first: Number of the oldest event that is kept.
     """
 
-    __slots__ = (
-        "_error",
-        "_events",
-        "_news",
-        "_store",
-        "ended",
-        "first",
-        "identifier",
-        "num_bytes",
-        "num_claims",
-        "owner",
-        "timer",
-    )
-
     def __init__(self, identifier: str, owner: bytes, store: StreamStore) -> None:
         self.identifier = identifier
         self.owner = owner
@@ -64,6 +50,7 @@ class StreamLog:
         # The rest is for the store.
         self.num_claims = 0
         self.timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
         self._store = store
         self._events: deque[bytes] = deque()
         self.first = 1
@@ -94,6 +81,11 @@ class StreamLog:
         self.ended = True
         self._error = None if error is None else error.untouched()
         self._wake()
+
+    def on_task_done(self) -> None:
+        """Mark the end for a task that was cancelled before it started; for the store."""
+        self.task = None
+        self.end()
 
     def after(self, number: int) -> Sequence[bytes]:
         """Return events after a number, as many as are sent at a time.
@@ -163,8 +155,6 @@ class _KeyEvents:
         num_events: Number of events that are kept.
     """
 
-    __slots__ = ("num_events", "order")
-
     def __init__(self) -> None:
         self.order: deque[tuple[StreamLog, int]] = deque()
         self.num_events = 0
@@ -187,7 +177,6 @@ class StreamStore:
         self._max_bytes = max_bytes
         self._grace = grace
         self._logs: dict[str, StreamLog] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._shares: dict[bytes, _KeyEvents] = {}
         self._bytes = Holdings()
 
@@ -206,8 +195,9 @@ class StreamStore:
 
     def run(self, identifier: str, work: Coroutine[None, None, None]) -> None:
         """Run the coroutine that fills a log, until it ends or the stream is removed."""
-        task = self._tasks[identifier] = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._on_done(identifier))
+        log = self._logs[identifier]
+        log.task = asyncio.create_task(work)
+        log.task.add_done_callback(lambda _: log.on_task_done())
 
     def find(self, identifier: str, owner: bytes) -> StreamLog:
         """Return a stream.
@@ -241,9 +231,9 @@ class StreamStore:
 
     async def stop(self, identifier: str) -> None:
         """Stop the coroutine that fills a log and wait for it. Its events are kept."""
-        if (task := self._tasks.get(identifier)) is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        if (log := self._logs.get(identifier)) is not None and log.task is not None:
+            log.task.cancel()
+            await asyncio.wait([log.task])
 
     async def retire(self, identifier: str) -> None:
         """Stop the coroutine that fills a log and remove the stream.
@@ -259,9 +249,9 @@ class StreamStore:
 
     def drop(self, identifier: str) -> None:
         """Remove a stream at once and stop the coroutine that fills it."""
-        if (task := self._tasks.pop(identifier, None)) is not None:
-            task.cancel()
         if (log := self._logs.pop(identifier, None)) is not None:
+            if log.task is not None:
+                log.task.cancel()
             if log.timer is not None:
                 log.timer.cancel()
             self._clear(log)
@@ -284,17 +274,10 @@ class StreamStore:
 
     async def close(self) -> None:
         """Stop all running streams."""
-        tasks = list(self._tasks.values())
+        tasks = [log.task for log in self._logs.values() if log.task is not None]
         for identifier in list(self._logs):
             self.drop(identifier)
-        for task in tasks:
-            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _on_done(self, identifier: str) -> None:
-        self._tasks.pop(identifier, None)
-        if (log := self._logs.get(identifier)) is not None:
-            log.end()  # a task that was cancelled before it started has not removed it
 
     def _drop_oldest(self, log: StreamLog, number: int) -> None:
         if size := log.drop_oldest(number):
