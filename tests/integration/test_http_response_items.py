@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 from typing import Any
 
 import orjson
@@ -57,29 +56,18 @@ async def test_an_agent_without_a_store_sends_its_reasoning_back(gateway, stream
     assert said(gateway)[1]["reasoning_content"] == "Hm, ünïcode\n"
 
 
-async def test_what_changes_nothing_is_checked(gateway):
+async def test_hints_without_effect_are_accepted(gateway):
     def text(**fields: Any) -> dict[str, Any]:
         return {"role": "user", "content": [{"type": "input_text", "text": "x", **fields}]}
 
     marked = text(prompt_cache_breakpoint={"mode": "explicit", "ttl": "12h"})
     status, body = await create(gateway, input=[marked], prompt_cache_options={"mode": "implicit"})
     assert status == 200, body
-    for wrong, where in (
-        (7, ""),
-        ({"mode": "implicit"}, ".mode"),
-        ({}, ".mode"),
-        ({"mode": "explicit", "ttl": "1h"}, ".ttl"),
-        ({"mode": "explicit", "x": 1}, ".x"),
-    ):
-        status, body = await create(gateway, input=[text(prompt_cache_breakpoint=wrong)])
-        place = f"input[0].content[0].prompt_cache_breakpoint{where}"
-        assert (status, body["error"]["param"]) == (400, place), body
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": "1", "name": "f"}
     made = (await create(gateway, input=[text(), call, output]))[1]["id"]
     listed = (await ask(gateway, "GET", f"/v1/responses/{made}/input_items?limit=1"))[1]["data"]
     assert listed[0]["name"] == "f"
-    assert (await create(gateway, input=[text(), call, {**output, "name": 7}]))[0] == 400
 
 
 async def test_a_history_with_phases_can_go_on_here(gateway):
@@ -95,40 +83,6 @@ async def test_a_history_with_phases_can_go_on_here(gateway):
         assert status == 200, body
         assert [message["content"] for message in said(gateway)] == ["x", "y", "y", "z", "x"]
         assert not any("phase" in message for message in said(gateway))
-    for wrong in ("", "thinking", 0, ["commentary"]):
-        status, body = await create(gateway, input=[{"role": "assistant", "content": "y", "phase": wrong}])
-        assert (status, body["error"]["param"]) == (400, "input[0].phase"), body
-
-
-@pytest.mark.parametrize("wrong", ["", "x", {}, 0, False, {"a": 1}])
-@pytest.mark.parametrize(
-    ("item", "path"),
-    [
-        ({"type": "reasoning", "summary": []}, ["content"]),
-        ({"type": "reasoning", "content": []}, ["summary"]),
-        ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, ["content", 0, "annotations"]),
-        ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, ["content", 0, "logprobs"]),
-    ],
-)
-async def test_a_non_list_is_not_an_empty_list(gateway, item, path, wrong):
-    item = copy.deepcopy(item)
-    holder: Any = item
-    for step in path[:-1]:
-        holder = holder[step]
-    rights: tuple[list[Any] | None, ...] = (None, [])
-    for right in rights:
-        holder[path[-1]] = right
-        assert (await create(gateway, input=[item, {"role": "user", "content": "x"}]))[0] == 200
-    holder[path[-1]] = wrong
-    status, body = await create(gateway, input=[item, {"role": "user", "content": "x"}])
-    place = f"input[0].{path[0]}" + (f"[0].{path[2]}" if len(path) > 1 else "")
-    assert (status, body["error"]["param"]) == (400, place), body
-
-
-async def test_an_output_of_no_parts_is_refused_by_its_own_name(gateway):
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    status, body = await create(gateway, input=[call, {"type": "function_call_output", "call_id": "c", "output": []}])
-    assert (status, body["error"]["param"]) == (400, "input[1].output"), body
 
 
 @pytest.mark.parametrize(
@@ -180,17 +134,10 @@ async def test_what_is_packed_is_kept_once(gateway):
 @pytest.mark.parametrize(
     "value",
     [
-        "x",
-        "",
-        "gAAAAABo-another-server",
-        "pelton1.",
-        "pelton1.AAAA",
-        "pelton1.ü",
-        "pelton1.=" + "A" * 40,
-        "pelton1." + base64.urlsafe_b64encode(bytes(40)).decode(),
-        7,
+        "x", "", "gAAAAABo-another-server", "pelton1.", "pelton1.AAAA", "pelton1.\u00fc", "pelton1.=" + "A" * 40,
+        "pelton1." + base64.urlsafe_b64encode(bytes(40)).decode(), 7,
     ],
-)
+)  # fmt: skip
 async def test_what_cannot_be_unpacked_is_refused(gateway, value):
     item = {"type": "reasoning", "summary": [], "encrypted_content": value}
     status, body = await create(gateway, input=[item, {"role": "user", "content": "x"}])

@@ -30,6 +30,13 @@ async def ask(gateway: Gateway, method: str, path: str, **headers: str) -> tuple
 
 MESSAGE = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+PART = "input[0].content[0]"
+
+
+def part(kind: str, **fields: Any) -> dict[str, Any]:
+    role = "assistant" if kind == "output_text" else "user"
+    return {"role": role, "content": [{"type": kind, "text": "x", **fields}]}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,16 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": [{"id": ""}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": "x", "id": "x" * 257}]}, "input[0].id"),
         ({"input": [MESSAGE, {**CALL, "arguments": 1}]}, "input[1].arguments"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [OUTPUT]}, "input[0].call_id"),
+        ({"input": [CALL, {**OUTPUT, "output": []}]}, "input[1].output"),
+        ({"input": [CALL, {**OUTPUT, "name": 7}]}, "input[1].name"),
+        ({"input": [{"role": "assistant", "content": "y", "phase": "thinking"}]}, "input[0].phase"),
+        ({"input": [part("input_text", prompt_cache_breakpoint={})]}, f"{PART}.prompt_cache_breakpoint.mode"),
+        # Other values than lists are not empty lists.
+        ({"input": [part("output_text", annotations=0), MESSAGE]}, f"{PART}.annotations"),
+        ({"input": [part("output_text", logprobs=""), MESSAGE]}, f"{PART}.logprobs"),
+        ({"input": [{"type": "reasoning", "summary": [], "content": False}, MESSAGE]}, "input[0].content"),
+        ({"input": [{"type": "reasoning", "content": [], "summary": {}}, MESSAGE]}, "input[0].summary"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
     ],
 )  # fmt: skip
