@@ -52,7 +52,7 @@ class HttpProtocol(ConnectionProtocol):
             error = UnavailableError("The server has too many connections. Try again later.")
             self._answer_and_close("503 Service Unavailable", error_object(error), "Retry-After: 1\r\n")
         else:
-            self._header_timer = self.event_loop.call_later(self.keepalive_timeout, self._on_idle)
+            self._header_timer = asyncio.get_running_loop().call_later(KEEPALIVE_SECONDS, self._on_idle)
 
     def data_received(self, data: bytes) -> None:
         """Start a timer with the first byte of a request, and stop it when its headers are complete."""
@@ -64,7 +64,7 @@ class HttpProtocol(ConnectionProtocol):
         if self.num_parsed_requests != count:
             self._stop_header_timer()
         elif self._header_timer is None and not self.has_request:
-            self._header_timer = self.event_loop.call_later(self._header_timeout, self._on_headers_timeout)
+            self._header_timer = asyncio.get_running_loop().call_later(self._header_timeout, self._on_headers_timeout)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop the timers with the connection."""
@@ -84,7 +84,7 @@ class HttpProtocol(ConnectionProtocol):
 
     def _watch_writing(self) -> None:
         self._unsent = self._num_unsent()
-        self._write_timer = self.event_loop.call_later(self._write_timeout, self._on_write_timeout)
+        self._write_timer = asyncio.get_running_loop().call_later(self._write_timeout, self._on_write_timeout)
 
     def _on_write_timeout(self) -> None:
         if self._unsent - self._num_unsent() >= _MIN_PROGRESS:
@@ -193,7 +193,7 @@ class HttpRunner(ProtocolRunner):
             workers and files.
     """
 
-    __slots__ = ("_wrap",)
+    __slots__ = ()
 
     def __init__(
         self,
@@ -204,8 +204,10 @@ class HttpRunner(ProtocolRunner):
         write_timeout: float,
         max_connections: int,
     ) -> None:
+        timeouts = {"header_timeout": header_timeout, "write_timeout": write_timeout}
         super().__init__(
             app,
+            partial(HttpServer, max_connections=max_connections, **timeouts),
             access_log=None,
             handler_cancellation=True,
             # A compressed body is refused by its header. Even an unread body must not be inflated (CVE-2026-54278).
@@ -216,10 +218,3 @@ class HttpRunner(ProtocolRunner):
             lingering_time=5.0,
             shutdown_timeout=2.0,
         )
-        self._wrap = partial(
-            HttpServer, header_timeout=header_timeout, write_timeout=write_timeout, max_connections=max_connections
-        )
-
-    def wrap_server(self, server: web.Server) -> HttpServer:
-        """Return the server that makes HttpProtocol objects."""
-        return self._wrap(server)

@@ -11,6 +11,7 @@ take longer per token than the rest of gateway.http.sse.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -31,16 +32,6 @@ class ConnectionProtocol(RequestHandler):
     def has_request(self) -> bool:
         """True if a request is being answered or waits for its answer."""
         return self._request_in_progress or bool(self._messages)
-
-    @property
-    def event_loop(self) -> asyncio.AbstractEventLoop:
-        """Event loop of the connection."""
-        return self._loop
-
-    @property
-    def keepalive_timeout(self) -> float:
-        """Seconds that the connection may be idle."""
-        return self._keepalive_timeout
 
 
 class ProtocolServer(web.Server):
@@ -69,16 +60,22 @@ class ProtocolServer(web.Server):
 
 
 class ProtocolRunner(web.AppRunner):
-    """Runner of an application on the server that `wrap_server` returns."""
+    """Runner of an application on another server than aiohttp's.
 
-    __slots__ = ()
+    Args:
+        app: The application.
+        wrap_server: Returns the server to run in place of aiohttp's.
+        options: Further arguments of AppRunner.
+    """
 
-    def wrap_server(self, server: web.Server) -> web.Server:
-        """Return the server to run in place of aiohttp's."""
-        raise NotImplementedError
+    __slots__ = ("_wrap_server",)
+
+    def __init__(self, app: web.Application, wrap_server: Callable[[web.Server], web.Server], **options: Any) -> None:
+        super().__init__(app, **options)
+        self._wrap_server = wrap_server
 
     async def _make_server(self) -> web.Server:
-        return self.wrap_server(await super()._make_server())
+        return self._wrap_server(await super()._make_server())
 
 
 async def send_continue(request: web.Request) -> None:

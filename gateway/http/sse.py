@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from aiohttp import web
 
@@ -16,6 +16,8 @@ from gateway.http.aiohttp_internals import write_chunk
 from gateway.http.app_keys import SERVICES, log
 from gateway.http.errors import dump_json, error_object
 from shared.errors import InternalError, PeltonError
+
+T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 LARGE_REPORT = 512
@@ -179,10 +181,7 @@ async def _send_events(sse: SseResponse, events: Events, encoder: Encoder) -> No
     """Write the first event, the last events, and all events while the client is behind; _Writer writes the others."""
     has_receiver = False
     async for index, prompt_index, delta in events:
-        if is_large(delta):
-            data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
-        else:
-            data = encoder.encode(index, prompt_index, delta)
+        data = await in_thread_if_large(encoder.encode, index, prompt_index, delta)
         if data:
             await sse.send(data)
             if not has_receiver and sse.has_chunks:
@@ -215,9 +214,13 @@ class _Writer:
             self._sse.write(data)
 
 
-def is_large(delta: TextDelta) -> bool:
-    """Return True if encoding a delta takes so long that it must run in a thread."""
-    return delta.prompt_logprobs is not None and len(delta.prompt_logprobs) >= LARGE_REPORT
+async def in_thread_if_large(
+    work: Callable[[int, int, TextDelta], T], index: int, prompt_index: int, delta: TextDelta
+) -> T:
+    """Return `work(index, prompt_index, delta)`, called in a thread if the delta has a large report on its prompt."""
+    if delta.prompt_logprobs is not None and len(delta.prompt_logprobs) >= LARGE_REPORT:
+        return await asyncio.to_thread(work, index, prompt_index, delta)
+    return work(index, prompt_index, delta)
 
 
 async def _fail(sse: SseResponse, encoder: Encoder, error: PeltonError) -> None:

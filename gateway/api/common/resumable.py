@@ -14,7 +14,7 @@ from gateway.api.common.fields import invalid
 from gateway.api.common.prepared import PreparedRequest
 from gateway.http.app_keys import IDENTITY, SERVICES, log
 from gateway.http.drain import Drain
-from gateway.http.sse import HEADERS, Encoder, SseResponse, failure, is_large, stream_events, unexpected_error
+from gateway.http.sse import HEADERS, Encoder, SseResponse, failure, in_thread_if_large, stream_events, unexpected_error
 from gateway.stores.ids import shown_id
 from gateway.stores.streams import StreamLog
 from shared.errors import NotFoundError, PeltonError
@@ -148,10 +148,7 @@ async def fill(
                 async with events:
                     _append(record, framed(record, on_admission()))
                     async for index, prompt_index, delta in events:
-                        if is_large(delta):
-                            data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
-                        else:
-                            data = encoder.encode(index, prompt_index, delta)
+                        data = await in_thread_if_large(encoder.encode, index, prompt_index, delta)
                         _append(record, framed(record, data))
                 _append(record, framed(record, encoder.end()))
             except asyncio.CancelledError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from gateway.api.common.envelope import ChunkEncoder, Detail, Envelope, Tally, s
 from gateway.api.common.logprobs import CompletionLogprobs
 from gateway.flow.events import TextDelta
 from gateway.http.errors import dump_json
-from gateway.http.sse import is_large
+from gateway.http.sse import in_thread_if_large
 from shared.messages import TokenLogprobs
 
 _PLAIN = b',"logprobs":null,"finish_reason":null}]'
@@ -146,10 +145,7 @@ async def whole_completion_response(
     stops: list[int | str | None] = [None] * num_choices
     prompts = [0] * num_choices
     async for index, prompt_index, delta in events:
-        if is_large(delta):
-            shown[index].append(await asyncio.to_thread(choices.show, index, prompt_index, delta))
-        else:
-            shown[index].append(choices.show(index, prompt_index, delta))
+        shown[index].append(await in_thread_if_large(choices.show, index, prompt_index, delta))
         if delta.finish_reason is not None:
             reasons[index], stops[index] = delta.finish_reason, delta.stop_reason
         prompts[index] = prompt_index

@@ -38,11 +38,6 @@ class Server(ProtocolServer):
         return ConnectionProtocol(self, **self.protocol_options())
 
 
-class Runner(ProtocolRunner):
-    def wrap_server(self, server: web.Server) -> Server:
-        return Server(server)
-
-
 async def test_server_makes_protocols_that_know_the_state_of_their_parser() -> None:
     release = asyncio.Event()
 
@@ -52,14 +47,13 @@ async def test_server_makes_protocols_that_know_the_state_of_their_parser() -> N
 
     app = web.Application()
     app.router.add_get("/", handler)
-    runner = Runner(app, keepalive_timeout=7.0)
+    runner = ProtocolRunner(app, Server)
     await runner.setup()
     server = runner.server
     assert isinstance(server, Server) and server.num_connections == 0
     protocol, transport = server(), Transport()
     protocol.connection_made(transport)
     assert server.num_connections == 1
-    assert protocol.event_loop is asyncio.get_running_loop() and protocol.keepalive_timeout == 7.0
     protocol.data_received(b"GET / HTTP/1.1\r\n")
     assert protocol.num_parsed_requests == 0 and not protocol.has_request
     protocol.data_received(b"Host: a\r\n\r\n")
