@@ -122,6 +122,18 @@ class Harness:
         assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_waiting_tokens() == 0
         assert self.kv.pages_in_use == self.kv.num_live == 0
 
+    def run(self, *submits: Submit) -> None:
+        """Add requests and run steps until all requests have ended."""
+        for submit in submits:
+            self.add(submit)
+        self.drain()
+
+    def run_solo(self, *submits: Submit) -> None:
+        """Run requests to their end and compare each with the text when it runs alone."""
+        self.run(*submits)
+        for submit in submits:
+            self.expect_solo(submit)
+
     def expect_solo(self, submit: Submit) -> None:
         """Check that each choice finished normally, with the same text as when the request runs alone."""
         config = self.scheduler.config

@@ -73,8 +73,7 @@ def test_repetition_ends_choice(min_tokens, depth):
             submit.token_ids,
             sampling=sampling | {"seed": submit.sampling.seed, "repetition_detection": rule},
         )
-        harness.add(watched)
-        harness.drain()
+        harness.run(watched)
         lengths = [n for n in range(min_tokens + 1, len(text) + 1) if repeats(text[:n], rule)]
         length = lengths[0] if lengths else 90
         assert harness.tokens[submit.request_id, 0] == text[:length]

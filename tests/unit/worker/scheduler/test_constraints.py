@@ -342,8 +342,7 @@ def test_row_without_allowed_tokens_is_a_client_error():
     result = harness.executor.submit(plan).result()
     result.sampled[0] = type(result.sampled[0])(result.sampled[0].row, NOTHING_LEFT)
     harness.scheduler.apply(plan, result)
-    harness.add(make_submit("later", PROMPT))
-    harness.drain()
+    harness.run(make_submit("later", PROMPT))
     assert harness.finishes["a", 0].code == "invalid_request"
     assert harness.scheduler.counters.invalid_logits_total == 0
 

@@ -42,8 +42,7 @@ def expect_embedding(harness: Harness, submit) -> None:
 def test_embedding_takes_only_the_steps_of_its_prompt(length, pooling, depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     submit = make_submit("a", PROMPT[:length], pooling=pooling)
-    harness.add(submit)
-    harness.drain()
+    harness.run(submit)
     expect_embedding(harness, submit)
     items = [item for plan in harness.executor.plans for item in plan.scheduled]
     assert [item.count for item in items] == [16] * (length // 16) + [length % 16] * (length % 16 > 0)
@@ -62,9 +61,7 @@ def test_concurrent_streams_equal_their_solo_texts(pooling, depth):
     for _ in range(4):
         harness.step()
     embedded = [make_submit(f"e{number}", PROMPT[: 20 + number], pooling=pooling) for number in range(2)]
-    for submit in embedded:
-        harness.add(submit)
-    harness.drain()
+    harness.run(*embedded)
     for submit in texts:
         harness.expect_solo(submit)
     for submit in embedded:
@@ -76,33 +73,27 @@ def test_concurrent_streams_equal_their_solo_texts(pooling, depth):
 def test_prefix_cache_serves_last_token_but_not_mean_pooling():
     harness = Harness()
     for number, pooling in enumerate(("last", "last", "mean", "mean")):
-        harness.add(make_submit(f"e{number}", PROMPT[:18], pooling=pooling))
-        harness.drain()
+        harness.run(make_submit(f"e{number}", PROMPT[:18], pooling=pooling))
     cached = [harness.outputs[f"e{number}", 0][0].num_cached_tokens for number in range(4)]
     assert cached == [0, 16, 0, 0]
     vectors = [harness.outputs[f"e{number}", 0][0].embedding for number in range(4)]
     assert vectors == [embed(PROMPT[:18], "last")] * 2 + [embed(PROMPT[:18], "mean")] * 2
     # Text requests find the pages of an embedding request in the prefix cache, and the reverse.
     text = make_submit("t", [*PROMPT[:18], 60], sampling=TEXT)
-    harness.add(text)
-    harness.drain()
-    harness.expect_solo(text)
+    harness.run_solo(text)
     assert harness.outputs["t", 0][0].num_cached_tokens == 16
 
 
 def test_mean_pooling_evicts_no_cached_pages(depth):
     harness = Harness(depth=depth, num_pages=16)
     text = make_submit("t", PROMPT[:33], sampling={"max_tokens": 1})
-    harness.add(text)
-    harness.drain()
+    harness.run(text)
     for number in range(9):
         # The prompts differ from the first token on; each takes four of the seven free pages.
         mean = make_submit(f"m{number}", [60 + number, *PROMPT[:15]], pooling="mean")
-        harness.add(mean)
-        harness.drain()
+        harness.run(mean)
         expect_embedding(harness, mean)
-    harness.add(make_submit("again", text.token_ids, sampling={"max_tokens": 1}))
-    harness.drain()
+    harness.run(make_submit("again", text.token_ids, sampling={"max_tokens": 1}))
     assert harness.outputs["again", 0][0].num_cached_tokens == 32
     assert harness.scheduler.counters.prefix_cache_evictions_total == 0
 
@@ -118,8 +109,7 @@ def test_preempted_embedding_restarts_from_the_first_token(pooling, caching, dep
         harness.step()
     # Eleven of the sixteen pages are in use, and the request needs seven.
     urgent = make_submit("u", PROMPT[1:29], priority=-1, sampling=TEXT)
-    harness.add(urgent)
-    harness.drain()
+    harness.run(urgent)
     assert harness.scheduler.counters.num_preemptions_total == 1
     harness.expect_solo(urgent)
     expect_embedding(harness, embedded)
@@ -130,8 +120,7 @@ def test_preempted_embedding_restarts_from_the_first_token(pooling, caching, dep
 def test_embedding_may_fill_the_context(pooling, depth):
     harness = Harness(depth=depth, max_model_len=48, num_pages=12, page_size=4)
     whole = make_submit("a", PROMPT[:48], pooling=pooling)
-    harness.add(whole)
-    harness.drain()
+    harness.run(whole)
     expect_embedding(harness, whole)
     with pytest.raises(ContextLengthError, match=r"49 tokens.*48"):
         harness.add(make_submit("b", PROMPT[:49], pooling=pooling))
@@ -144,8 +133,7 @@ def test_embedding_larger_than_cache_is_refused(pooling):
     with pytest.raises(ContextLengthError, match=r"17 tokens.*holds 16"):
         harness.add(make_submit("a", PROMPT[:17], pooling=pooling))
     fits = make_submit("b", PROMPT[:16], pooling=pooling)
-    harness.add(fits)
-    harness.drain()
+    harness.run(fits)
     expect_embedding(harness, fits)
 
 
@@ -156,9 +144,7 @@ def test_non_finite_embedding_fails_alone_and_caches_no_pages(place, pooling, de
     bad[place] = POISON_TOKEN_ID
     fine = make_submit("fine", PROMPT[:20], pooling=pooling, salt=b"tenant")
     text = make_submit("text", PROMPT[5:9], sampling=TEXT)
-    for submit in (text, make_submit("bad", bad, pooling=pooling), fine):
-        harness.add(submit)
-    harness.drain()
+    harness.run(text, make_submit("bad", bad, pooling=pooling), fine)
     finish = harness.finishes["bad", 0]
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "invalid_logits")
     (output,) = harness.outputs["bad", 0]
@@ -166,21 +152,18 @@ def test_non_finite_embedding_fails_alone_and_caches_no_pages(place, pooling, de
     assert harness.scheduler.counters.invalid_logits_total == 1
     expect_embedding(harness, fine)
     harness.expect_solo(text)
-    harness.add(make_submit("again", bad, pooling="last"))
-    harness.drain()
+    harness.run(make_submit("again", bad, pooling="last"))
     assert harness.outputs["again", 0][0].num_cached_tokens == 0
 
 
 def test_faulty_step_does_not_affect_later_embeddings(depth):
     spoil = [True]
     harness = Harness(depth=depth, corrupt=lambda plan: {item.row for item in plan.scheduled} if spoil[0] else set())
-    harness.add(make_submit("bad", PROMPT, pooling="last"))
-    harness.drain()
+    harness.run(make_submit("bad", PROMPT, pooling="last"))
     assert harness.finishes["bad", 0].code == "invalid_logits"
     spoil[0] = False
     again = make_submit("again", PROMPT, pooling="last")
-    harness.add(again)
-    harness.drain()
+    harness.run(again)
     expect_embedding(harness, again)
 
 
@@ -193,8 +176,7 @@ def test_abort_between_chunks_frees_everything(pooling, depth):
     (output,) = harness.outputs["a", 0]
     assert output.finish.reason is FinishReason.ABORT and output.embedding is None
     again = make_submit("b", PROMPT, pooling=pooling)
-    harness.add(again)
-    harness.drain()
+    harness.run(again)
     expect_embedding(harness, again)
 
 
@@ -217,9 +199,7 @@ def test_embeddings_ignore_sampling_parameters_and_drafts(pooling):
     repeated = [7, 8, 9] * 8
     submit = make_submit("a", repeated, pooling=pooling, sampling=sampling)
     text = make_submit("t", repeated, sampling=TEXT)
-    for one in (text, submit):
-        harness.add(one)
-    harness.drain()
+    harness.run(text, submit)
     expect_embedding(harness, submit)
     harness.expect_solo(text)
     (new,) = [new for plan in harness.executor.plans for new in plan.new_rows if new.row != 0]

@@ -190,14 +190,11 @@ def test_pages_of_a_faulty_step_are_not_reused(depth):
     spoil = [True]
     harness = Harness(depth=depth, corrupt=lambda plan: {item.row for item in plan.scheduled} if spoil[0] else set())
     sampling = {"ignore_eos": True, "max_tokens": 4}
-    harness.add(make_submit("bad", _SYSTEM, num_choices=3, sampling=sampling))
-    harness.drain()
+    harness.run(make_submit("bad", _SYSTEM, num_choices=3, sampling=sampling))
     assert {finish.code for finish in harness.finishes.values()} == {"invalid_logits"}
     spoil[0] = False
     again = make_submit("again", _SYSTEM, num_choices=3, sampling=sampling)
-    harness.add(again)
-    harness.drain()
-    harness.expect_solo(again)
+    harness.run_solo(again)
 
 
 def _num_requests() -> int:

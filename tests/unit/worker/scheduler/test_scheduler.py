@@ -22,17 +22,14 @@ def depth(request):
 def test_long_prompts_are_computed_in_chunks(depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     submit = make_submit("a", [3 + index for index in range(50)], sampling=FREE_RUN)
-    harness.add(submit)
-    harness.drain()
-    harness.expect_solo(submit)
+    harness.run_solo(submit)
     chunks = [plan.scheduled[0].count for plan in harness.executor.plans]
     assert chunks == [16, 16, 16, 2] + [1] * 7
 
 
 def test_length_end_takes_no_extra_step(depth):
     harness = Harness(depth=depth)
-    harness.add(make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 5}))
-    harness.drain()
+    harness.run(make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 5}))
     assert sum(item.sample for plan in harness.executor.plans for item in plan.scheduled) == 5
 
 
@@ -41,9 +38,7 @@ def test_stop_token_end_computes_at_most_one_extra_token(depth):
     text = generate(PROMPT, make_submit("x", PROMPT, sampling=FREE_RUN).sampling, 0, 96)
     stop = text[3]
     submit = make_submit("a", PROMPT, sampling={**FREE_RUN, "stop_token_ids": (stop,)})
-    harness.add(submit)
-    harness.drain()
-    harness.expect_solo(submit)
+    harness.run_solo(submit)
     assert harness.finishes["a", 0].stop_token_id == stop
     assert harness.scheduler.counters.discarded_tokens_total == depth - 1
 
@@ -51,8 +46,7 @@ def test_stop_token_end_computes_at_most_one_extra_token(depth):
 def test_context_length_ends_text():
     harness = Harness(max_model_len=16)
     submit = make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 50})
-    harness.add(submit)
-    harness.drain()
+    harness.run(submit)
     assert len(harness.tokens["a", 0]) == 6
     assert harness.finishes["a", 0].reason is FinishReason.LENGTH
 
@@ -73,9 +67,7 @@ def test_request_larger_than_context_or_cache_is_refused_with_sizes():
         harness.add(make_submit("b", PROMPT, sampling={"max_tokens": 40}))
     assert not harness.scheduler.has_requests
     fits = make_submit("c", PROMPT, sampling={"ignore_eos": True, "max_tokens": 23})
-    harness.add(fits)
-    harness.drain()
-    harness.expect_solo(fits)
+    harness.run_solo(fits)
 
 
 def test_duplicate_live_id_is_refused_and_first_request_continues():
@@ -84,22 +76,18 @@ def test_duplicate_live_id_is_refused_and_first_request_continues():
     harness.add(submit)
     with pytest.raises(PeltonError, match="is already running"):
         harness.add(make_submit("a", PROMPT, choice=1))
-    harness.add(make_submit("a", PROMPT, choice=2, sampling=FREE_RUN))
-    harness.drain()
+    harness.run(make_submit("a", PROMPT, choice=2, sampling=FREE_RUN))
     harness.expect_solo(submit)
 
 
 def test_cached_prefix_is_not_recomputed():
     harness = Harness()
     first = make_submit("a", PROMPT, sampling=FREE_RUN)
-    harness.add(first)
-    harness.drain()
+    harness.run(first)
     second = make_submit("b", PROMPT, sampling=FREE_RUN)
     other_tenant = make_submit("c", PROMPT, sampling=FREE_RUN, salt=b"other")
     reported = make_submit("d", PROMPT, sampling={**FREE_RUN, "prompt_logprobs": 0})
-    for submit in (second, other_tenant, reported):
-        harness.add(submit)
-    harness.drain()
+    harness.run(second, other_tenant, reported)
     cached = {name: harness.outputs[name, 0][0].num_cached_tokens for name in "abcd"}
     assert cached == {"a": 0, "b": 8, "c": 0, "d": 0}
     assert harness.scheduler.counters.prefix_cache_hits_total == 8
@@ -111,9 +99,7 @@ def test_cached_prefix_is_not_recomputed():
 def test_choices_share_the_prompt_and_copy_its_last_page(depth):
     harness = Harness(depth=depth, max_num_seqs=4)
     submit = make_submit("a", PROMPT, num_choices=4, sampling=FREE_RUN)
-    harness.add(submit)
-    harness.drain()
-    harness.expect_solo(submit)
+    harness.run_solo(submit)
     plans = harness.executor.plans
     prefilled = sum(item.count for plan in plans for item in plan.scheduled if item.start < len(PROMPT))
     assert prefilled == len(PROMPT) + 3
@@ -123,9 +109,7 @@ def test_choices_share_the_prompt_and_copy_its_last_page(depth):
 def test_choices_of_page_aligned_prompt_copy_the_page_they_write():
     harness = Harness(max_num_seqs=4)
     submit = make_submit("a", PROMPT[:8], num_choices=3, sampling=FREE_RUN)
-    harness.add(submit)
-    harness.drain()
-    harness.expect_solo(submit)
+    harness.run_solo(submit)
     assert sum(len(plan.page_copies) for plan in harness.executor.plans) == 2
 
 
@@ -168,8 +152,7 @@ def test_lower_priority_number_runs_first_and_preempts(depth):
     for _ in range(3):
         harness.step()
     harness.add(submits[1])
-    harness.add(submits[2])
-    harness.drain()
+    harness.run(submits[2])
     assert [name for name, _ in harness.finishes] == ["urgent", "middle", "low"]
     assert harness.scheduler.counters.num_preemptions_total == 1
     for submit in submits:
@@ -190,8 +173,7 @@ def test_large_request_at_queue_head_is_not_overtaken():
     harness.add(make_submit("running", PROMPT, sampling={"ignore_eos": True, "max_tokens": 12}))
     harness.step()
     harness.add(make_submit("large", [3 + index for index in range(36)], sampling=FREE_RUN))
-    harness.add(make_submit("small", [50], sampling={"ignore_eos": True, "max_tokens": 1}))
-    harness.drain()
+    harness.run(make_submit("small", [50], sampling={"ignore_eos": True, "max_tokens": 1}))
     assert next(iter(harness.finishes)) == ("running", 0)
     first_rows = [new.token_ids for plan in harness.executor.plans for new in plan.new_rows]
     assert first_rows.index([50]) > [len(ids) for ids in first_rows].index(36)
@@ -227,8 +209,7 @@ def test_waiting_choice_with_ended_sibling_does_not_expire():
 @pytest.mark.parametrize("max_tokens", [1, 9])
 def test_shared_prompt_of_choices_is_counted_once(depth, max_tokens):
     harness = Harness(depth=depth)
-    harness.add(make_submit("a", PROMPT, num_choices=4, sampling={"ignore_eos": True, "max_tokens": max_tokens}))
-    harness.drain()
+    harness.run(make_submit("a", PROMPT, num_choices=4, sampling={"ignore_eos": True, "max_tokens": max_tokens}))
     assert harness.scheduler.counters.prompt_tokens_total == len(PROMPT)
 
 
@@ -249,8 +230,7 @@ def test_no_preemption_when_request_would_still_not_fit(depth):
     for submit in (high, low):
         harness.add(submit)
         harness.step()
-    harness.add(middle)
-    harness.drain()
+    harness.run(middle)
     assert harness.scheduler.counters.num_preemptions_total == 0
     for submit in (high, low, middle):
         harness.expect_solo(submit)
@@ -263,8 +243,7 @@ def test_equal_priority_is_not_preempted_when_lower_ones_free_too_little(depth):
     for submit in (equal, low):
         harness.add(submit)
         harness.step()
-    harness.add(make_submit("first", [7] * 60, sampling={"ignore_eos": True, "max_tokens": 4}))
-    harness.drain()
+    harness.run(make_submit("first", [7] * 60, sampling={"ignore_eos": True, "max_tokens": 4}))
     assert harness.scheduler.counters.num_preemptions_total == 0
     harness.expect_solo(equal)
 
@@ -272,9 +251,7 @@ def test_equal_priority_is_not_preempted_when_lower_ones_free_too_little(depth):
 def test_choices_share_a_prompt_computed_over_several_steps(depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16, enable_prefix_caching=False)
     submit = make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN)
-    harness.add(submit)
-    harness.drain()
-    harness.expect_solo(submit)
+    harness.run_solo(submit)
     # Each of the two forks computes the last prompt token itself.
     num_computed = sum(plan.num_tokens for plan in harness.executor.plans)
     assert num_computed == 40 + 2 + 3 * (FREE_RUN["max_tokens"] - 1)
@@ -285,8 +262,7 @@ def test_urgent_request_can_take_all_pages(depth):
     for name in "abc":
         harness.add(make_submit(name, PROMPT, salt=name.encode(), priority=1, sampling=FREE_RUN))
     harness.step()
-    harness.add(make_submit("urgent", [7] * 80, sampling={"ignore_eos": True, "max_tokens": 1}))
-    harness.drain()
+    harness.run(make_submit("urgent", [7] * 80, sampling={"ignore_eos": True, "max_tokens": 1}))
     assert next(iter(harness.finishes)) == ("urgent", 0)
     assert harness.scheduler.counters.num_preemptions_total == 3
 
@@ -296,16 +272,13 @@ def test_non_finite_logits_fail_only_their_request_and_free_its_pages(depth):
     poisoned = make_submit("bad", [*PROMPT, POISON_TOKEN_ID, *PROMPT], sampling=FREE_RUN)
     good = make_submit("good", PROMPT, salt=b"x", sampling=FREE_RUN)
     harness.add(poisoned)
-    harness.add(good)
-    harness.drain()
-    harness.expect_solo(good)
+    harness.run_solo(good)
     finish = harness.finishes["bad", 0]
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "invalid_logits")
     assert harness.tokens["bad", 0] == []
     assert harness.scheduler.counters.invalid_logits_total == 1
     again = make_submit("again", PROMPT, sampling=FREE_RUN)
-    harness.add(again)
-    harness.drain()
+    harness.run(again)
     assert harness.outputs["again", 0][0].num_cached_tokens == 0
 
 

@@ -86,12 +86,10 @@ def test_rejection_sampling_draws_nothing_with_a_grammar():
         harness = Harness(constraints=make_constraints(grammars), speculation=speculation(64, rejection=rejection))
         Guesses(harness, 1, draft_model=True)
         sampling = {"max_tokens": 9, "ignore_eos": True}
-        harness.add(make_submit("r", PROMPT, grammar=NINE, sampling=sampling))
-        harness.drain()
+        harness.run(make_submit("r", PROMPT, grammar=NINE, sampling=sampling))
         drafted = [row for plan in harness.executor.plans for row in plan.drafting]
         assert bool(drafted) is not rejection
-        harness.add(make_submit("free", PROMPT, sampling=sampling))
-        harness.drain()
+        harness.run(make_submit("free", PROMPT, sampling=sampling))
         assert len([row for plan in harness.executor.plans for row in plan.drafting]) > len(drafted)
 
 
@@ -169,8 +167,7 @@ def test_every_choice_ends_once_with_drafts_under_faults(seed, depth):
 
 
 def finished(harness: Harness, name: str = "r", **fields):
-    harness.add(make_submit(name, PROMPT, **fields))
-    harness.drain()
+    harness.run(make_submit(name, PROMPT, **fields))
     return harness.finishes[name, 0], harness.tokens[name, 0]
 
 
@@ -284,11 +281,7 @@ def test_unusable_drafts_do_not_fail_their_request(seed, depth):
         make_submit(f"r{number}", PROMPT[: 1 + number], sampling={"max_tokens": 24, "seed": number, "ignore_eos": True})
         for number in range(5)
     ]
-    for submit in submits:
-        harness.add(submit)
-    harness.drain()
-    for submit in submits:
-        harness.expect_solo(submit)
+    harness.run_solo(*submits)
     counters = harness.scheduler.counters
     # One message each: a request with unusable drafts gets no further drafts.
     assert 0 < unusable.num_failed <= 5
