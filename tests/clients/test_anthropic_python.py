@@ -194,7 +194,7 @@ def test_the_beta_client_asks_the_same_route(client):
     assert client.beta.messages.count_tokens(**fields).input_tokens > 0
 
 
-def test_what_agents_send(client, server):
+def test_a_loop_with_the_fields_of_agents(client, server):
     """Send every hint that Claude Code sends, on each request of a loop."""
     cached: Any = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
     fields: dict[str, Any] = {

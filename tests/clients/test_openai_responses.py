@@ -146,7 +146,7 @@ def test_an_agent_without_a_store(client, stream):
     assert output[-1].content[0].text == "Done."
 
 
-def test_a_background_stream_is_gone_on_with_where_it_broke(client):
+def test_a_background_stream_is_resumed_after_any_event(client):
     """The client continues from any event, also while the response waits."""
     kinds = ["created", "queued", "in_progress"]
     for seen in range(1, 5):

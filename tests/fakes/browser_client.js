@@ -1,4 +1,4 @@
-// What a web page that is a client of the API has: a reader of the events of a POST, and a follower of a stream.
+// Functions of a web page that uses the API: `read` reads the events of a POST request, `follow` follows a stored stream.
 
 window.read = async (url, {key, seen = () => {}, signal, ...more} = {}) => {
   const headers = {"Content-Type": "application/json", "X-Client-Request-Id": "page-1"};
@@ -25,7 +25,7 @@ window.read = async (url, {key, seen = () => {}, signal, ...more} = {}) => {
   }
 };
 
-// Until the browser will not come back any more.
+// Resolves when the browser no longer reconnects.
 window.follow = url => new Promise(resolve => {
   const found = {text: "", ids: [], errors: 0, done: false};
   const source = new EventSource(url);

@@ -1,6 +1,6 @@
-// Answers each line of standard input, a JSON list of pieces of a text, with a line: what Markdown makes of the whole text at
-// once, of the pieces one after the other, and what is said of it. With the argument "brief" it only parses, at once where
-// there is one piece.
+// Parse Markdown for a test. Each line of standard input is a JSON list of the pieces of a text. The answer is a line with the
+// rendered whole text, the text rendered piece by piece, and its spoken form. With the argument "brief", only parse the text,
+// as a whole if it has one piece.
 
 import { createInterface } from "node:readline";
 

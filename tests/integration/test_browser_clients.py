@@ -133,7 +133,7 @@ async def test_event_source_resumes_and_stops_at_the_end(page):
         assert direct == asked[-1]
 
 
-async def test_a_page_of_no_named_origin_gets_nothing(page):
+async def test_a_page_of_another_origin_gets_nothing(page):
     async with (
         serving(somebodys_page) as origin,
         run_gateway(FakeGenerator(spell(TEXT)), cors_origins=["https://page.example"]) as gateway,

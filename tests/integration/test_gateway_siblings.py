@@ -57,7 +57,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
         yield Pair(processes, worker)
 
 
-async def test_what_one_keeps_is_had_from_both(pair):
+async def test_both_processes_serve_a_stored_response(pair):
     status, made = await pair.create(1)
     assert status == 200 and gateway_of(made["id"]) == 1
     path = f"/v1/responses/{made['id']}"
@@ -85,7 +85,7 @@ async def test_what_one_keeps_is_had_from_both(pair):
     pair.worker.faults.stalled = False
 
 
-async def test_a_stream_goes_on_at_the_other_and_ends_with_its_process(pair):
+async def test_a_stream_is_resumed_at_the_other_process(pair):
     body: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "It goes on and on. " * 3}]}
     whole = (await pair.ask(1, "POST", "/v1/chat/completions", json=body))[1]["choices"][0]["message"]["content"]
     body |= {"stream": True, "stream_options": {"resumable": True}}
@@ -109,7 +109,7 @@ async def test_a_stream_goes_on_at_the_other_and_ends_with_its_process(pair):
     assert (await pair.ask(1, "GET", path, headers={"Last-Event-ID": str(len(events))}))[0] == 204
 
 
-async def test_a_process_that_is_gone_has_nothing(pair):
+async def test_responses_of_a_killed_process_are_unavailable(pair):
     _, made = await pair.create(1)
     assert (await pair.ask(0, "GET", "/v1/responses/resp_3f" + "0" * 30))[0] == 404, "there is no such process"
     # This is the last test of the two processes.

@@ -163,7 +163,7 @@ async def test_admin_routes_stay_shut_on_an_open_server():
         b"GET /v1/models\x00 HTTP/1.1\r\nHost: x",
     ],
 )
-async def test_no_spelling_gets_past_the_key(gateway, line):
+async def test_no_spelling_of_a_request_bypasses_the_key(gateway, line):
     # CVE-2026-48746, CVE-2024-23334
     answer = await gateway.raw(line + b"\r\nConnection: close\r\n\r\n")
     assert int(answer.split()[1]) in (400, 401, 404, 405)

@@ -225,7 +225,7 @@ async def test_malformed_messages(gateway, messages, param):
         {"type": ["text"]},
     ],
 )
-async def test_parts_that_are_no_text_are_refused_by_place(gateway, part):
+async def test_parts_other_than_text_are_refused(gateway, part):
     # CVE-2025-6242, CVE-2026-34755: the gateway has no HTTP client and never fetches a URL.
     content = [{"type": "text", "text": "look"}, part]
     status, body, _ = await gateway.chat(messages=[*MESSAGES, user(content)])
@@ -250,7 +250,7 @@ async def test_invalid_model_names_are_refused(gateway, model):
     ],
     ids=range(24),
 )  # fmt: skip
-async def test_bodies_that_are_no_json_object(gateway, raw):
+async def test_bodies_other_than_json_objects(gateway, raw):
     # CVE-2026-73555: on every route, and the answer shows no internals of the server.
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         status, body, headers = await gateway.post(path, raw)
@@ -272,7 +272,7 @@ async def test_duplicate_keys_deeper_down(gateway):
     assert status == 400 and body["error"]["param"] == "messages[0].role"
 
 
-async def test_deep_but_allowed_nesting_in_a_field_that_is_not_wanted(gateway):
+async def test_allowed_nesting_in_a_field_of_another_type(gateway):
     value: object = "x"
     for _ in range(100):
         value = [value]
@@ -281,7 +281,7 @@ async def test_deep_but_allowed_nesting_in_a_field_that_is_not_wanted(gateway):
 
 
 @pytest.mark.parametrize("depth", [127, 500, 800])
-async def test_nesting_that_would_overrun_what_walks_it(gateway, depth):
+async def test_too_deep_nesting_is_refused(gateway, depth):
     deep: object = {}
     for _ in range(depth):
         deep = {"a": deep}

@@ -210,7 +210,7 @@ async def test_without_a_reasoning_format_all_is_content(tmp_path: Path) -> None
         assert body["error"]["code"] == "unsupported_parameter"
 
 
-async def test_a_model_that_is_not_to_call(tmp_path: Path) -> None:
+async def test_a_model_without_a_tool_parser(tmp_path: Path) -> None:
     async with chat_gateway(tmp_path, CALL, tool_call_parser="none") as (gateway, _):
         status, body, _ = await gateway.chat(model=MODEL, tools=TOOLS)
         assert status == 400 and body["error"]["param"] == "tools"
@@ -253,7 +253,7 @@ async def test_documents_need_a_template_that_reads_them(tmp_path: Path) -> None
         assert not tokenizer().decode(worker.submits()[-1].token_ids).startswith("[")
 
 
-async def test_templates_that_know_null_get_it(tmp_path: Path) -> None:
+async def test_null_content_is_passed_to_templates_that_test_for_it(tmp_path: Path) -> None:
     """Some templates write a turn for empty content; others write the word None for null."""
     template = (
         "{% for message in messages %}{% if message['tool_calls'] %}[call]{% endif %}"
@@ -273,7 +273,7 @@ async def test_templates_that_know_null_get_it(tmp_path: Path) -> None:
             assert tokenizer().decode(worker.submits()[-1].token_ids) == prompt
 
 
-async def test_flags_that_mean_nothing_keep_a_worker_out(tmp_path: Path) -> None:
+async def test_unknown_parser_flags_exclude_a_worker(tmp_path: Path) -> None:
     for number, flag in enumerate(({"reasoning_parser": "r2"}, {"tool_call_parser": "r2"})):
         directory = tmp_path / str(number)
         directory.mkdir()

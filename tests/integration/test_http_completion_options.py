@@ -264,7 +264,7 @@ async def test_beams_of_a_chat_and_of_several_prompts(gateway):
     assert status == 200 and len(body["choices"]) == 2 and body["choices"][0]["token_ids"][-1] == EOS
 
 
-async def test_a_client_that_leaves_ends_all_beams(gateway):
+async def test_a_disconnect_cancels_all_beams(gateway):
     def script(request):
         return [60.0] if request.prompt_token_ids[-1] != 33 else two_ways(request)
 

@@ -66,7 +66,7 @@ async def test_every_kind_of_input(gateway, given, ids):
     assert room.outcome == () and room.closed and not gateway.generator.live
 
 
-async def test_numbers_are_the_shortest_that_name_the_float32_of_base64(gateway):
+async def test_numbers_are_the_shortest_forms_of_the_float32_values(gateway):
     _, as_list = await post(gateway, encoding_format="float")
     _, as_text = await post(gateway, encoding_format="base64")
     values = decoded(as_text["data"][0]["embedding"])
@@ -77,7 +77,7 @@ async def test_numbers_are_the_shortest_that_name_the_float32_of_base64(gateway)
     assert abs(float(np.linalg.norm(values.astype(np.float64))) - 1) < 1e-6
 
 
-async def test_dimensions_cut_before_the_length_is_taken(gateway):
+async def test_dimensions_are_cut_before_normalization(gateway):
     for size in (1, 3, HIDDEN_SIZE):
         _, body = await post(gateway, dimensions=size)
         np.testing.assert_allclose(body["data"][0]["embedding"], unit_vector(b"hi", "last", size), rtol=1e-6)
@@ -88,7 +88,7 @@ async def test_dimensions_cut_before_the_length_is_taken(gateway):
         assert status == 400 and body["error"]["param"] == "dimensions"
 
 
-async def test_pooling_is_the_workers_unless_the_request_says():
+async def test_pooling_defaults_to_the_workers():
     async with run_gateway(models=FakeModels(FakeEntry(facts(pooling="mean")))) as gateway:
         for given, expected in ((None, "mean"), ("last", "last"), ("mean", "mean")):
             _, body = await post(gateway, pooling=given)
@@ -179,7 +179,7 @@ async def test_accounting_fields_arrive():
         assert (await post(gateway))[0] == 401
 
 
-async def test_the_most_inputs_that_there_may_be(gateway):
+async def test_the_maximum_number_of_inputs(gateway):
     status, body = await post(gateway, input=["a"] * MAX_INPUTS, encoding_format="base64")
     assert status == 200 and [one["index"] for one in body["data"]] == list(range(MAX_INPUTS))
 
@@ -198,7 +198,7 @@ class Busy(FakeGenerator):
         return super().submit(request)
 
 
-async def test_one_that_cannot_be_sent_ends_the_others(monkeypatch):
+async def test_an_input_that_cannot_be_sent_ends_the_others(monkeypatch):
     monkeypatch.setattr(embedding_batch, "RETRY_SECONDS", 0.001)
     generator = Busy(1000)
     generator.embedding_script = lambda _: [60.0]
@@ -208,14 +208,14 @@ async def test_one_that_cannot_be_sent_ends_the_others(monkeypatch):
         assert generator.refusals >= 1000 - 2 * (embedding_batch.RETRIES + 1)
 
 
-async def test_a_worker_that_is_busy_for_a_moment_ends_nothing(monkeypatch):
+async def test_a_submit_is_retried_while_no_worker_answers(monkeypatch):
     monkeypatch.setattr(embedding_batch, "RETRY_SECONDS", 0.001)
     async with run_gateway(Busy(embedding_batch.RETRIES)) as gateway:
         status, body = await post(gateway, input=["a", "b", "c", "d"])
         assert status == 200 and len(body["data"]) == 4
 
 
-async def test_a_client_that_goes_cancels_all():
+async def test_a_disconnect_cancels_all_inputs():
     async with run_gateway(answering(lambda _: [60.0])) as gateway:
         body = {"model": MODEL, "input": ["a"] * 20}
         client = asyncio.create_task(gateway.post(PATH, body))
@@ -228,7 +228,7 @@ async def test_a_client_that_goes_cancels_all():
         assert room.outcome is None and room.closed
 
 
-async def test_it_can_be_aborted_by_the_id_of_its_request():
+async def test_embeddings_are_aborted_by_the_request_id():
     async with run_gateway(answering(lambda _: [60.0]), keys=True) as gateway:
         headers = {"Authorization": f"Bearer {USER_KEY}"}
         body = {"model": MODEL, "input": ["a"] * 20}

@@ -35,7 +35,7 @@ async def send(gateway, path, body):
 @pytest.mark.parametrize("leave", ["FIN", "RST"])
 @pytest.mark.parametrize("steps", [[60.0], [TextDelta(0, "Hel", [1]), 60.0]], ids=["waiting", "running"])
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_a_client_that_leaves_cancels_its_generations(gateway, path, body, steps, leave):
+async def test_a_disconnect_cancels_the_generations(gateway, path, body, steps, leave):
     # 70, 75, 78
     gateway.generator.script = lambda _: list(steps)
     _, writer = await send(gateway, path, body)
@@ -51,7 +51,7 @@ async def test_a_client_that_leaves_cancels_its_generations(gateway, path, body,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_has_a_line_in_the_log(stream):
+async def test_a_disconnect_is_logged(stream):
     with structlog.testing.capture_logs() as lines:
         async with run_gateway(FakeGenerator(lambda _: [TextDelta(0, "Hel", [1]), 60.0])) as gateway:
             _, writer = await send(gateway, "/v1/chat/completions", {**BODY, "stream": stream})
@@ -138,7 +138,7 @@ async def test_too_many_connections():
             writer.close()
 
 
-async def test_a_connection_that_never_speaks_is_closed(monkeypatch):
+async def test_a_silent_connection_is_closed(monkeypatch):
     # F11
     monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.2)
     async with run_gateway() as gateway:
@@ -182,7 +182,7 @@ async def test_drain_lets_requests_finish(gateway):
 
 
 @pytest.mark.parametrize("hurried", [False, True])
-async def test_drain_ends_what_is_left_truthfully(gateway, hurried):
+async def test_drain_ends_running_requests_with_errors(gateway, hurried):
     num_begun = 0
 
     def script(_):

@@ -61,7 +61,7 @@ async def all_routes(gateway: Gateway, num_turns: int) -> None:
     assert (await gateway.chat(messages=parts))[0] == 200
 
 
-async def test_long_conversations_are_looked_at_in_threads(on_loop):
+async def test_long_conversations_are_examined_in_threads(on_loop):
     async with run_gateway() as gateway:
         await all_routes(gateway, 100)
         assert [len(said) for said in gateway.models.entry.pipeline.messages] == [201, 203, 201, 201, 201, 1]
@@ -70,7 +70,7 @@ async def test_long_conversations_are_looked_at_in_threads(on_loop):
     assert {name: sum(calls) for name, calls in on_loop.items() if any(calls)} == {"input_items": 1, "stored_items": 3}
 
 
-async def test_short_ones_are_not(on_loop):
+async def test_short_conversations_are_examined_on_the_loop(on_loop):
     async with run_gateway() as gateway:
         await all_routes(gateway, 2)
     assert all(all(calls) for calls in on_loop.values())

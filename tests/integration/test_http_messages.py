@@ -198,7 +198,7 @@ async def test_tool_choices(gateway):
     assert "xyzzy" in gateway.generator.requests[-1].grammar
 
 
-async def test_the_former_place_of_the_format(gateway):
+async def test_output_format_is_accepted_at_its_former_place(gateway):
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {"xyzzy": {"type": "integer"}}}}
     assert (await ask(gateway, output_format=form))[0] == 200
     former = gateway.generator.requests[-1].grammar
@@ -206,7 +206,7 @@ async def test_the_former_place_of_the_format(gateway):
     assert former == gateway.generator.requests[-1].grammar and "xyzzy" in former
 
 
-async def test_what_agents_send_is_taken(gateway):
+async def test_the_fields_of_agents_are_accepted(gateway):
     """Accept the fields that Claude Code sends with every request, on a model without reasoning."""
     agent = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -238,7 +238,7 @@ async def test_what_agents_send_is_taken(gateway):
     assert status == 400 and "thinking.type" in body["error"]["message"]
 
 
-async def test_no_tokens_warm_the_cache(gateway):
+async def test_max_tokens_0_only_fills_the_cache(gateway):
     status, whole = await ask(gateway, max_tokens=0)
     assert status == 200 and whole["content"] == [] and whole["stop_reason"] == "max_tokens"
     assert whole["usage"]["output_tokens"] == 0 < whole["usage"]["input_tokens"]
@@ -293,7 +293,7 @@ def random_answer(dice: random.Random) -> list[TextDelta]:
 
 
 @pytest.mark.parametrize(("own", "shown"), [("call_Ab9", "toolu_Ab9"), ("Ab9Ab9Ab9", "toolu_Ab9Ab9Ab9")])
-async def test_ids_of_calls_are_of_anthropics_form_and_come_back_as_they_are(own, shown):
+async def test_call_ids_have_anthropics_form_and_are_kept(own, shown):
     call = TextDelta(0, "", [1], tool_calls=[ToolCallDelta(0, "{}", id=own, name="look")], finish_reason="tool_calls")
     generator = FakeGenerator(lambda _: [call])
     async with run_gateway(generator, FakeModels(FakeEntry(formats=FORMATS))) as gateway:
@@ -327,7 +327,7 @@ async def test_a_stream_adds_up_to_the_whole_message():
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "nonsense", '"a"'])
-async def test_arguments_that_are_no_object(gateway, arguments):
+async def test_arguments_other_than_objects(gateway, arguments):
     call = ToolCallDelta(0, arguments, id="c", name="look")
     script = [TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="length")]
     gateway.generator.script = lambda _: script
@@ -388,7 +388,7 @@ async def test_tokens_are_counted_as_they_are_used(gateway):
     assert status == 400 and "max_tokens" in answer["error"]["message"]
 
 
-async def test_silence_is_filled_with_pings_and_leaving_cancels():
+async def test_silence_is_filled_with_pings_and_a_disconnect_cancels():
     begin = asyncio.Event()
     script: list[Step] = [begin, TextDelta(0, "a", [1]), asyncio.Event()]
     async with run_gateway(FakeGenerator(lambda _: script), keepalive_interval=0.03) as gateway:

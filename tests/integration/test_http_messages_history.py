@@ -77,7 +77,7 @@ async def test_documents_and_search_results_are_text(gateway):
     )
 
 
-async def test_what_another_server_made_is_left_out(gateway):
+async def test_blocks_of_other_servers_are_left_out(gateway):
     said = await shown(
         gateway,
         messages=[
@@ -101,7 +101,7 @@ async def test_what_another_server_made_is_left_out(gateway):
     assert "messages[1].content[1].type" in body["error"]["message"]
 
 
-async def test_system_messages_may_pass(gateway):
+async def test_system_messages_may_be_temporary(gateway):
     passing = {"role": "system", "content": "Now.", "clear_at": "next_user_message"}
     stays = {"role": "system", "content": [text("Always.")], "clear_at": "never"}
     said = await shown(gateway, messages=[user(text("a")), passing, stays, user(text("b")), passing])
@@ -151,12 +151,12 @@ async def test_former_thinking_is_cleared(gateway, edit, kept):
         ([], None),
     ],
 )
-async def test_the_line_for_anthropics_accounts_is_left_out(gateway, system, kept):
+async def test_the_billing_line_is_removed(gateway, system, kept):
     said = await shown(gateway, system=system)
     assert [one["content"] for one in said if one["role"] == "system"] == ([kept] if kept else [])
 
 
-async def test_tools_that_are_loaded_when_they_are_found(gateway):
+async def test_deferred_tools_are_loaded_by_reference(gateway):
     deferred = {"name": "paint", "input_schema": {"type": "object", "properties": {"xyzzy": {}}}, "defer_loading": True}
     reference = {"type": "tool_reference", "tool_name": "paint"}
     found = [*BASE["messages"], CALLED, user({**RESULT, "content": [reference]})]
@@ -187,7 +187,7 @@ def test_examples_follow_the_description():
     ]
 
 
-async def test_hidden_thinking_comes_back_to_the_model():
+async def test_omitted_thinking_is_passed_back_to_the_model():
     script = [TextDelta(0, "", [1], reasoning=piece) for piece in ("Hm, ", "\u00e9.")]
     script.append(TextDelta(0, "Yes.", [2], finish_reason="stop"))
     models = FakeModels(FakeEntry(formats=FORMATS))
@@ -215,7 +215,7 @@ async def test_too_many_messages_are_too_long(gateway):
 
 
 @pytest.mark.parametrize("route", ["", "/count_tokens"])
-async def test_large_bodies_are_looked_at_in_a_thread(gateway, monkeypatch, route):
+async def test_large_bodies_are_converted_in_a_thread(gateway, monkeypatch, route):
     name = "chat_of_conversation" if route else "chat_of_messages"
     original, threads = getattr(routes_messages, name), []
 

@@ -160,7 +160,7 @@ def edits(*entries):
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
-async def test_what_is_refused_is_named(gateway, fields, named):
+async def test_refused_fields_are_named(gateway, fields, named):
     for stream in (False, True):
         status, body = await ask(gateway, **{"stream": stream, **fields})
         assert status == 400 and set(body) == {"type", "error", "request_id"} and body["type"] == "error", body
@@ -172,7 +172,7 @@ async def test_what_is_refused_is_named(gateway, fields, named):
     assert not gateway.generator.requests
 
 
-async def test_threads_are_refused_so_that_clients_go_on_without(gateway):
+async def test_threads_are_refused_with_their_own_code(gateway):
     status, body = await ask(gateway, thread={"type": "create"})
     assert status == 400 and "thread" in body["error"]["message"]
     assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}

@@ -56,14 +56,14 @@ def test_an_end_is_an_empty_page():
     assert model_page([], ModelsQuery())["data"] == []
 
 
-def test_cursors_are_models():
+def test_cursors_must_be_models():
     for query in ({"after_id": "x"}, {"before_id": "x"}, {"after_id": "old", "before_id": "new"}):
         with pytest.raises(InvalidRequestError) as refused:
             page(**query)
         assert refused.value.param in query
 
 
-async def test_each_client_has_its_shape(gateway):
+async def test_responses_have_the_shape_of_the_clients_api(gateway):
     for path, name in itertools.product(("/v1/models", f"/v1/models/{MODEL}", "/v1/models/nope"), (True, False)):
         status, raw, headers = await gateway.get(path, **(VERSION if name else {}))
         body = orjson.loads(raw)
@@ -90,27 +90,27 @@ async def test_each_client_has_its_shape(gateway):
         (f"/v1/models/{MODEL}?limit=1", "2023-06-01", "limit"),
     ],
 )
-async def test_what_is_refused_is_named(gateway, path, version, named):
+async def test_refused_fields_are_named(gateway, path, version, named):
     status, raw, _ = await gateway.get(path, **{"anthropic-version": version})
     body = orjson.loads(raw)
     assert status == 400 and body["error"]["type"] == "invalid_request_error" and named in body["error"]["message"]
 
 
-async def test_pages_go_with_the_header(gateway):
+async def test_pagination_requires_the_version_header(gateway):
     for name in ("limit=2", "after_id=x", "before_id=x"):
         status, raw, _ = await gateway.get(f"/v1/models?{name}")
         assert status == 400 and orjson.loads(raw)["error"]["param"] == name.partition("=")[0]
     assert (await gateway.get("/v1/models?beta=true"))[0] == 200
 
 
-async def test_failures_of_keys_have_the_shape_too():
+async def test_authentication_errors_have_the_shape_of_the_clients_api():
     async with run_gateway(keys=True) as gateway:
         status, raw, _ = await gateway.get("/v1/models", **VERSION)
         assert (status, orjson.loads(raw)["error"]["type"]) == (401, "authentication_error")
         assert (await gateway.get("/v1/models", **VERSION, **{"x-api-key": USER_KEY}))[0] == 200
 
 
-def test_capabilities_are_what_requests_find():
+def test_capabilities_match_accepted_requests():
     def types(entry):
         found = msgspec.convert(model_info(MODEL, entry), ModelInfoAnswer).capabilities
         values = found["thinking"]["types"]

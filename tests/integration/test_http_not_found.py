@@ -38,7 +38,7 @@ async def test_an_unknown_id_is_named(gateway, method, path, body):
             assert f"{identifier}'" in message
 
 
-async def test_a_model_that_cannot_be_is_named(gateway):
+async def test_an_invalid_model_name_is_quoted(gateway):
     for name in ("a\nb", "y" * 1000):
         status, body, _ = await gateway.chat(model=name)
         assert status == 404 and body["error"]["code"] == "model_not_found"

@@ -35,7 +35,7 @@ async def test_no_route_ignores_a_parameter(gateway):
                 assert (error["param"], error["code"]) == (name, "unknown_parameter"), route
 
 
-async def test_what_is_declared_is_taken_once(gateway):
+async def test_repeated_parameters_are_refused(gateway):
     found = 0
     for route in ROUTES:
         operation = DOCUMENT["paths"][route.path.replace("{model:.+}", "{model}")][route.method.lower()]
@@ -51,7 +51,7 @@ async def test_what_is_declared_is_taken_once(gateway):
     assert found
 
 
-async def test_beta_changes_nothing_for_messages(gateway):
+async def test_beta_has_no_effect_on_messages(gateway):
     for path, sent in (("/v1/messages", MESSAGE), ("/v1/messages/count_tokens", {**MESSAGE, "max_tokens": None})):
         body = {name: value for name, value in sent.items() if value is not None}
         assert (await gateway.post(f"{path}?beta=true", body))[0] == 200
@@ -59,7 +59,7 @@ async def test_beta_changes_nothing_for_messages(gateway):
         assert status == 400 and answer["type"] == "error" and "beta" in answer["error"]["message"]
 
 
-async def test_a_key_is_asked_for_first():
+async def test_the_key_is_checked_before_the_query():
     async with run_gateway(keys=True) as gateway:
         for route in ROUTES:
             query = f"{gateway.url}{path_of(route)}?x=1"
@@ -69,7 +69,7 @@ async def test_a_key_is_asked_for_first():
         assert (await gateway.get("/v1/models?x=1", **headers))[0] == 400
 
 
-async def test_browsers_may_ask_before_they_send_a_query():
+async def test_preflight_requests_may_have_a_query():
     async with run_gateway(cors_origins=["https://a.example"]) as gateway:
         headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "GET"}
         async with gateway.session.options(gateway.url + "/v1/models?limit=1", headers=headers) as response:

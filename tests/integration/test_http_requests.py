@@ -133,7 +133,7 @@ async def test_rendering_refuses_what_running_refuses(gateway, change):
     assert (await gateway.post("/v1/chat/completions/render", {**CHAT, **change}))[:2] == refused[:2]
 
 
-async def test_version_says_nothing_else():
+async def test_version():
     async with run_gateway(keys=True) as gateway:
         status, body, _ = await gateway.get("/version")
         assert status == 200 and json.loads(body) == {"version": importlib.metadata.version("pelton")}
@@ -171,7 +171,7 @@ async def test_a_request_of_another_process_is_aborted_by_either_id(two_processe
     assert (await delete(reached, "mine"))[0] == 404
 
 
-async def test_a_silent_process_may_have_what_nobody_else_has(tmp_path):
+async def test_an_unknown_request_is_503_while_a_process_is_silent(tmp_path):
     async with run_gateway(relay=Siblings(tmp_path, 0, 2)) as gateway:
         async with gateway.session.delete(gateway.url + "/v1/requests/unknown") as response:
             assert response.status == 503 and response.headers["Retry-After"]

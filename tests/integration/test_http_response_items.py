@@ -70,7 +70,7 @@ async def test_hints_without_effect_are_accepted(gateway):
     assert listed[0]["name"] == "f"
 
 
-async def test_a_history_with_phases_can_go_on_here(gateway):
+async def test_a_history_with_phases_is_accepted(gateway):
     """OpenAI's models send phases, and its clients send them back as documented."""
     for kind in ({}, {"type": "message", "id": "msg_1", "status": "completed"}):
         asked = [
@@ -103,13 +103,13 @@ async def test_a_history_with_phases_can_go_on_here(gateway):
         ({"tools": [{"type": "function", "name": "f", "output_schema": {}}]}, "tools[0].output_schema"),
     ],
 )  # fmt: skip
-async def test_what_is_not_done_is_refused_with_its_reason(gateway, fields, param):
+async def test_unsupported_fields_are_refused_with_a_reason(gateway, fields, param):
     status, body = await create(gateway, **fields)
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, "unsupported_parameter")
     assert body["error"]["message"].startswith(param) and ": " in body["error"]["message"]
 
 
-async def test_what_is_done_anyway_can_be_asked_for(calling):
+async def test_values_without_effect_are_accepted(calling):
     asked: dict[str, Any] = {
         "reasoning": {"context": "auto", "mode": "standard", "summary": "auto", "generate_summary": None},
         "text": {"verbosity": "medium", "format": {"type": "text"}},
@@ -122,7 +122,7 @@ async def test_what_is_done_anyway_can_be_asked_for(calling):
     assert body["text"] == {"format": {"type": "text"}} and body["tools"][0]["defer_loading"] is False
 
 
-async def test_what_is_packed_is_kept_once(gateway):
+async def test_encrypted_reasoning_is_stored_once(gateway):
     gateway.generator.script = lambda _: THINKING
     made = (await create(gateway, include=PACKED))[1]
     assert (await ask(gateway, "GET", f"/v1/responses/{made['id']}"))[1] == made
@@ -138,7 +138,7 @@ async def test_what_is_packed_is_kept_once(gateway):
         "pelton1." + base64.urlsafe_b64encode(bytes(40)).decode(), 7,
     ],
 )  # fmt: skip
-async def test_what_cannot_be_unpacked_is_refused(gateway, value):
+async def test_invalid_encrypted_reasoning_is_refused(gateway, value):
     item = {"type": "reasoning", "summary": [], "encrypted_content": value}
     status, body = await create(gateway, input=[item, {"role": "user", "content": "x"}])
     assert status == 400 and body["error"]["param"] == "input[0].encrypted_content"
@@ -146,7 +146,7 @@ async def test_what_cannot_be_unpacked_is_refused(gateway, value):
     assert body["error"]["code"] == ("invalid_encrypted_content" if whole else "invalid_type")
 
 
-async def test_a_value_that_was_cut_or_changed_is_refused(gateway):
+async def test_altered_encrypted_reasoning_is_refused(gateway):
     gateway.generator.script = lambda _: THINKING
     packed = (await create(gateway, include=PACKED))[1]["output"][0]["encrypted_content"]
     for wrong in (packed[:-4], packed + "AAAA", packed[:10] + ("A" if packed[10] != "A" else "B") + packed[11:]):
@@ -154,7 +154,7 @@ async def test_a_value_that_was_cut_or_changed_is_refused(gateway):
         assert (await create(gateway, input=[item, {"role": "user", "content": "x"}]))[0] == 400
 
 
-async def test_items_are_referred_to(gateway):
+async def test_items_are_referenced(gateway):
     first = (await create(gateway, input=[{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]))[1]
     listed = (await ask(gateway, "GET", f"/v1/responses/{first['id']}/input_items?order=asc"))[1]["data"]
     references = [
@@ -202,7 +202,7 @@ async def test_a_prompt_that_is_too_long_is_counted(gateway):
     assert status == 413, body
 
 
-async def test_counting_names_fields_as_the_request_has_them(gateway):
+async def test_counting_errors_name_the_fields_of_the_request(gateway):
     orphan = {"type": "function_call_output", "call_id": "c", "output": "1"}
     fields = {"model": MODEL, "input": [{"role": "user", "content": "x" * 9000}, orphan]}
     for more in ({}, {"truncation": "auto"}):
@@ -210,13 +210,13 @@ async def test_counting_names_fields_as_the_request_has_them(gateway):
         assert (status, body["error"]["param"]) == (400, "input[1].call_id"), body
 
 
-async def test_an_item_is_referred_to_once(gateway):
+async def test_an_item_is_referenced_once(gateway):
     made = (await create(gateway))[1]["output"][0]["id"]
     status, body = await create(gateway, input=[{"id": made}] * 2)
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, "input[1].id", "duplicate_item")
 
 
-async def test_another_keys_items_are_not_there():
+async def test_items_are_private_to_their_key():
     async with run_gateway(keys=True) as gateway:
         gateway.headers["Authorization"] = f"Bearer {USER_KEY}"
         mine = {"id": "msg_mine", "role": "user", "content": "secret"}
@@ -232,7 +232,7 @@ async def test_another_keys_items_are_not_there():
         assert said(gateway)[0]["content"] == "secret"
 
 
-async def test_what_is_not_stored_cannot_be_referred_to(gateway):
+async def test_unstored_items_cannot_be_referenced(gateway):
     made = (await create(gateway, store=False))[1]["output"][0]["id"]
     assert (await create(gateway, input=[{"id": made}]))[0] == 404
 

@@ -69,7 +69,7 @@ async def test_a_streamed_response_is_visible_and_cancelled_on_disconnect(gatewa
     assert [message["content"] for message in said] == ["hi", "Hel", "and"]
 
 
-async def test_unannounced_responses_are_not_stored(gateway):
+async def test_responses_whose_id_was_not_sent_are_not_stored(gateway):
     request = asyncio.ensure_future(create(gateway))
     while not gateway.generator.live:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.01)
@@ -97,7 +97,7 @@ async def test_a_response_deleted_while_streaming_is_not_stored(gateway):
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/cancel"), ("DELETE", "")])
 @pytest.mark.parametrize("said", [0, 1])
-async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gateway, method, path, said):
+async def test_readers_of_a_cancelled_response_get_a_last_event(gateway, method, path, said):
     gateway.generator.script = lambda _: [*[TextDelta(0, "Hel", [1])] * said, asyncio.Event()]
     status, body = await create(gateway, background=True)
     made = body["id"]
@@ -126,7 +126,7 @@ async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gate
         assert made not in gateway.app[SERVICES].responses
 
 
-async def test_a_background_stream_says_at_once_that_it_waits(gateway):
+async def test_a_background_stream_begins_with_its_queued_state(gateway):
     go_on = asyncio.Event()
     gateway.generator.script = lambda _: [go_on, TextDelta(0, "Hello", [1], finish_reason="stop")]
     async with gateway.session.post(gateway.url + "/v1/responses", json={**BODY, "background": True}) as response:
@@ -157,7 +157,7 @@ async def test_deleting_leaves_nothing_in_the_stores(gateway):
     assert not responses._deleted and not responses._shares
 
 
-async def test_a_call_that_was_cut_off_is_not_gone_on_from(gateway):
+async def test_a_truncated_call_is_not_continued(gateway):
     gateway.models.entry.formats = ModelFormats(template=SUPPORT, tools=TOOL_FORMATS["hermes"])
     call = ToolCallDelta(0, '{"a', "call_1", "f")
     gateway.generator.script = lambda _: [

@@ -96,7 +96,7 @@ def part(kind: str, **fields: Any) -> dict[str, Any]:
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
     ],
 )  # fmt: skip
-async def test_what_is_refused_is_named(gateway, fields, param):
+async def test_refused_fields_are_named(gateway, fields, param):
     status, body = await create(gateway, **fields)
     assert status == 400, body
     assert body["error"]["param"] == param, body
@@ -135,7 +135,7 @@ async def test_instructions_are_not_carried_over(gateway):
     assert said[2] == ["hi", "Hello", "more", "Hello", "and"]
 
 
-async def test_a_response_is_its_keys_own():
+async def test_responses_are_private_to_their_key():
     async with run_gateway(keys=True) as gateway:
         gateway.headers["Authorization"] = f"Bearer {USER_KEY}"
         made = (await create(gateway))[1]["id"]
@@ -171,7 +171,7 @@ async def background(gateway: Gateway, *steps: Any) -> str:
     return str(body["id"])
 
 
-async def test_a_background_response_is_seen_while_it_runs_and_can_be_ended(gateway):
+async def test_a_running_background_response_can_be_read_and_cancelled(gateway):
     made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
     for _ in range(4000):
         status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
@@ -192,7 +192,7 @@ async def test_a_background_response_is_seen_while_it_runs_and_can_be_ended(gate
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_background_response_that_fails_says_so(gateway, begun):
+async def test_a_failed_background_response_has_the_error(gateway, begun):
     made = await background(gateway, *[TextDelta(0, "Hel", [1])] * begun, 0.01, WorkerLostError("The worker died."))
     for _ in range(4000):
         body = (await ask(gateway, "GET", f"/v1/responses/{made}"))[1]
@@ -202,7 +202,7 @@ async def test_a_background_response_that_fails_says_so(gateway, begun):
     assert body["status"] == "failed" and body["error"]["message"] == "The worker died."
 
 
-async def test_events_of_a_background_response_are_gone_on_with(gateway):
+async def test_events_of_a_background_response_are_resumed(gateway):
     gateway.generator.script = spell("Hello")
     body = {"model": MODEL, "input": "hi", "background": True, "stream": True}
     async with gateway.session.post(gateway.url + "/v1/responses", json=body) as response:

@@ -55,7 +55,7 @@ async def resume(gateway: Gateway, identifier: str, seen: int | str = "", **head
     return status, body
 
 
-async def test_a_client_that_leaves_at_any_event_gets_the_whole_text_once(gateway):
+async def test_a_stream_is_resumed_after_any_event(gateway):
     gateway.generator.script = spell(TEXT, cached=3)
     async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:
         whole = parsed(await response.read())
@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_at_any_event_gets_the_whole_text_once(gatewa
         assert (await resume(gateway, identifier, len(whole)))[0] == 204
 
 
-async def test_a_stream_goes_on_while_nobody_reads_and_while_one_reads(gateway):
+async def test_a_stream_continues_with_and_without_a_reader(gateway):
     gate, script = asyncio.Event(), [*spell("ab")(REQUEST)]
     steps = [*script[:1], gate, *script[1:]]
     gateway.generator.script = lambda _: list(steps)
@@ -88,7 +88,7 @@ async def test_a_stream_goes_on_while_nobody_reads_and_while_one_reads(gateway):
     assert await gateway.generations_left() == 0 and not gateway.generator.generations[0].cancelled
 
 
-async def test_a_stream_is_its_keys_own_and_event_ids_are_checked():
+async def test_streams_are_private_to_their_key_and_event_ids_are_checked():
     async with run_gateway(FakeGenerator(spell("abc")), keys=True) as gateway:
         gateway.headers["Authorization"] = f"Bearer {USER_KEY}"
         identifier, _ = await first_events(gateway, 2)
@@ -101,7 +101,7 @@ async def test_a_stream_is_its_keys_own_and_event_ids_are_checked():
             assert status == 400 and orjson.loads(body)["error"]["param"] == "Last-Event-ID"
 
 
-async def test_failures_are_the_streams_own(gateway):
+async def test_failures_are_events_of_the_stream(gateway):
     steps = [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
     gateway.generator.script = lambda _: list(steps)
     identifier, _ = await first_events(gateway, 1)
@@ -116,7 +116,7 @@ async def test_failures_are_the_streams_own(gateway):
     assert await gateway.generations_left() == 0
 
 
-async def test_an_unclaimed_stream_is_cancelled_after_its_grace():
+async def test_an_abandoned_stream_is_cancelled_after_its_grace_period():
     streams = StreamStore(max_bytes=1 << 20, grace=0.05)
     steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
     async with run_gateway(FakeGenerator(lambda _: list(steps)), streams=streams) as gateway:
@@ -127,7 +127,7 @@ async def test_an_unclaimed_stream_is_cancelled_after_its_grace():
         await until(lambda: gateway.drain.num_in_flight == 0)
 
 
-async def test_a_reader_too_far_behind_gets_an_error():
+async def test_a_reader_behind_the_buffer_gets_an_error():
     streams = StreamStore(max_bytes=16 * 2000, grace=50.0)
     async with run_gateway(FakeGenerator(spell("x" * 100)), streams=streams) as gateway:
         async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:
@@ -137,7 +137,7 @@ async def test_a_reader_too_far_behind_gets_an_error():
         assert status == 404 and orjson.loads(body)["error"]["code"] == "stream_expired"
 
 
-async def test_a_shutdown_ends_it_with_an_error(gateway):
+async def test_a_shutdown_ends_a_resumable_stream_with_an_error(gateway):
     steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
     gateway.generator.script = lambda _: list(steps)
     identifier, _ = await first_events(gateway, 1)

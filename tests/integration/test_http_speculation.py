@@ -50,7 +50,7 @@ async def test_accepted_and_rejected_tokens_are_in_the_usage(tmp_path: Path) -> 
         assert status == 200 and body["usage"]["completion_tokens_details"] == details(15, 9)
 
 
-async def test_continuous_usage_has_them_from_the_end_of_the_choice_on(tmp_path: Path) -> None:
+async def test_continuous_usage_has_drafts_from_the_end_of_the_choice(tmp_path: Path) -> None:
     async with chat_gateway(tmp_path, TEXT, **DRAFTS) as (gateway, _):
         body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "stream_options": {"continuous_usage_stats": True}}
         *chunks, done = parse_events(await gateway.stream_raw("/v1/completions", body))
@@ -91,7 +91,7 @@ async def test_requests_as_the_worker_receives_them(tmp_path: Path, streams: boo
         assert (await told(prediction={"type": "content", "content": parts})).prediction == predicted.prediction
 
 
-async def test_drafts_are_promised_where_all_workers_draft(tmp_path: Path) -> None:
+async def test_speculation_requires_that_all_workers_draft(tmp_path: Path) -> None:
     with FakeWorker(tmp_path, index=0, speculative_method="ngram"):
         async with running_core(tmp_path) as core:
             await until(lambda: core.registry.ready()[0])

@@ -165,7 +165,7 @@ async def test_a_refused_stream_leaves_nothing():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_refused_background_response_says_so_at_once_and_pushes_nothing_out(stream):
+async def test_a_refused_background_response_evicts_nothing(stream):
     responses, streams = ResponseStore(max_bytes=10_000, time_to_live=60.0), StreamStore(max_bytes=1 << 20, grace=60.0)
     async with run_gateway(responses=responses, streams=streams) as gateway:
         made = (await create(gateway))[1]["id"]
@@ -197,7 +197,7 @@ async def test_many_readers_of_one_stream_get_all_of_it():
             assert text_of(seen[: index % 3] + parsed(events)) == "ab"
 
 
-async def test_readers_that_do_not_read_hold_little():
+async def test_slow_readers_buffer_little():
     """The kernel's socket buffers hold a part of each stream."""
     steps = [*[TextDelta(0, "x" * 60_000, [1])] * 400, TextDelta(0, "", [], finish_reason="stop")]
     streams = StreamStore(max_bytes=1 << 29, grace=60.0)
@@ -225,7 +225,7 @@ def connections() -> list[Any]:
 
 
 @pytest.mark.parametrize("times", [2, 20])
-async def test_cancelling_at_once_from_many_sides_ends_it_once(gateway, times):
+async def test_concurrent_cancels_end_a_response_once(gateway, times):
     for seen in range(5):
         made = await background(gateway, *[TextDelta(0, "Hel", [1])] * seen, asyncio.Event())
         path = f"/v1/responses/{made}/cancel"
@@ -234,7 +234,7 @@ async def test_cancelling_at_once_from_many_sides_ends_it_once(gateway, times):
         assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
 
 
-async def test_ids_that_nobody_made_find_nothing():
+async def test_unknown_ids_are_404():
     async with run_gateway(keys=False) as gateway:
         made = (await create(gateway))[1]["id"]
         wrong = [
@@ -256,7 +256,7 @@ async def test_ids_that_nobody_made_find_nothing():
         assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 200
 
 
-async def test_headers_that_gateways_send_each_other_say_nothing_to_the_public():
+async def test_internal_headers_of_clients_are_ignored():
     async with run_gateway(keys=True) as running:
         running.headers["Authorization"] = f"Bearer {USER_KEY}"
         made = (await create(running))[1]["id"]
@@ -271,7 +271,7 @@ async def test_headers_that_gateways_send_each_other_say_nothing_to_the_public()
         assert (await ask(running, "GET", f"/v1/responses/{made}", **forged))[0] == 401
 
 
-async def test_background_responses_are_bounded_as_others_are():
+async def test_background_responses_count_towards_the_request_limit():
     async with run_gateway(max_requests=10) as gateway:
         for _ in range(9):
             await background(gateway, asyncio.Event())
@@ -291,7 +291,7 @@ async def test_a_process_ends_in_time_with_responses_in_the_background(tmp_path)
             assert process.end() == 0
 
 
-async def test_a_shutdown_ends_what_runs_in_the_background(gateway):
+async def test_a_shutdown_ends_background_responses(gateway):
     made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
     url = f"{gateway.url}/v1/responses/{made}?stream=true"
     async with gateway.session.get(url) as reader:

@@ -169,7 +169,7 @@ def test_one_field_more_is_answered_as_declared(url, schema, method, path):
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_OWN_BODY)
-def test_what_is_not_declared_is_refused(url, schema, method, path):
+def test_undeclared_requests_are_refused(url, schema, method, path):
     _draw(url, schema, method, path, GenerationMode.NEGATIVE, EXAMPLES)
 
 

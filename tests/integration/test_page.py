@@ -114,7 +114,7 @@ async def test_reasoning_and_tools(page):
         no_surprises(page, gateway)
 
 
-async def test_the_key_is_asked_for_and_kept_for_the_tab_alone(page):
+async def test_the_key_is_requested_and_kept_for_the_tab_only(page):
     async with run_gateway(keys=True) as gateway:
         await opened(page, gateway)
         assert await page.until("document.getElementById('notice').textContent") == (

@@ -84,7 +84,7 @@ async def test_code_is_copied(gateway, page):
     no_surprises(page, gateway)
 
 
-async def test_it_streams_block_by_block_and_each_is_heard_once(gateway, page):
+async def test_blocks_are_streamed_and_announced_once(gateway, page):
     gates = [asyncio.Event() for _ in range(4)]
     pieces = ["First *bl", "ock*.\n\nSecond", " block.\n\n```js\na", "\nb", "\n```\n"]
     steps: list[Step] = [TextDelta(0, pieces[0], [1])]

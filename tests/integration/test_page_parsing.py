@@ -81,13 +81,13 @@ def parse(*texts: list[str], brief: bool = False) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
 
 
-def test_what_is_shown():
+def test_rendered_examples():
     answers = parse(*([text] for text in EXAMPLES))
     for (text, expected), answer in zip(EXAMPLES.items(), answers, strict=True):
         assert answer["whole"] == expected, text
 
 
-def test_what_is_heard():
+def test_spoken_text():
     text = "# a\n*b* [c](https://x.org)\n- d\n\n| e | f |\n|-|-|\n| g | h |\n\n```\ni\n```\n> j"
     [answer] = parse([text])
     assert answer["spoken"] == "a\nb c\nd\ne, f\ng, h\ni\nj"
@@ -100,7 +100,7 @@ ALPHABET = (
 )  # fmt: skip
 
 
-def test_a_text_that_grows_is_shown_as_the_whole():
+def test_a_growing_text_is_rendered_as_the_whole():
     """For pieces of any size, growing texts equal whole texts, and links lead to http or https only."""
     generator = random.Random(5)
     texts = []
@@ -116,13 +116,13 @@ def test_a_text_that_grows_is_shown_as_the_whole():
             assert re.match(r"https?://[^/@]+(/|$)", address), pieces
 
 
-def test_a_table_has_begun_once_its_second_line_is_whole():
+def test_a_table_begins_with_its_whole_second_line():
     for pieces in (["t\na|b\n-|-", "x\nc"], ["# t\na|\n|-", ":\n|c"], ["b\na|\n|", "-\n|c"]):
         [answer] = parse(pieces)
         assert answer["grown"] == answer["whole"]
 
 
-def test_little_is_parsed_again():
+def test_only_the_last_blocks_are_parsed_again():
     for text in ("a\n\n" * 60, "# a\n" * 60, "- a\n\nb\n\n" * 30, "```\na\n```\n" * 30):
         [answer] = parse(list(text))
         assert answer["open"] <= 2

@@ -39,7 +39,7 @@ async def beside(directory: Path, answer: bytes) -> AsyncIterator[Gateway]:
 
 @pytest.mark.parametrize("answer", [FROZEN, CUT_OFF], ids=["frozen", "cut off"])
 @pytest.mark.parametrize("body", [CONTINUED, REFERRED], ids=["continued", "referred"])
-async def test_what_cannot_be_had_from_it_is_not_available(tmp_path, body, answer):
+async def test_objects_of_a_silent_sibling_are_unavailable(tmp_path, body, answer):
     async with beside(tmp_path, answer) as gateway, asyncio.timeout(40):
         for path in ("/v1/responses", "/v1/responses/input_tokens"):
             status, refusal, headers = await gateway.post(path, body)
@@ -47,7 +47,7 @@ async def test_what_cannot_be_had_from_it_is_not_available(tmp_path, body, answe
             assert headers["Retry-After"]
 
 
-async def test_what_is_passed_on_to_it_is_not_answered_for_ever(tmp_path):
+async def test_requests_relayed_to_a_silent_sibling_end(tmp_path):
     path = f"/v1/responses/resp_{NUMBER}"
     async with beside(tmp_path, FROZEN) as gateway, asyncio.timeout(40):
         assert (await gateway.get(path))[0] == 503

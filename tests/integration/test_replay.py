@@ -80,7 +80,7 @@ async def test_a_stream_without_usage_counts_frames():
     assert sorted(record.tokens_from_usage for record in result.records) == [False, True]
 
 
-async def test_nothing_listens():
+async def test_a_refused_connection_is_an_error():
     target = Target("http://127.0.0.1:9/v1", "chat", MODEL, timeout=20.0, words=["the"])
     result = await Load(target, requests(3), num_processes=1).run()
     assert [record.error for record in result.records] == ["connect"] * 3
@@ -93,7 +93,7 @@ async def test_the_concurrency_limit_holds_over_all_processes():
     assert server.peak_open == 3
 
 
-async def test_duration_sends_no_more_and_lets_the_rest_end():
+async def test_duration_stops_sending_and_awaits_running_requests():
     server = FakeOpenAIServer(ttft=0.2)
     result = await run_load(server, 40, max_concurrency=2, duration=1.0)
     assert 2 <= len(result.records) < 20
@@ -142,7 +142,7 @@ async def test_completions_without_tokenize_and_with_failures(tmp_path):
     assert all(len(body["prompt"].split()) == 40 for body in server.bodies)
 
 
-async def test_interrupted_it_reports_what_there_is(tmp_path):
+async def test_an_interrupted_replay_reports_its_results(tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         "\n".join(json.dumps({"arrival": i * 0.2, "prompt": "hi", "output_length": 4}) for i in range(500))

@@ -36,7 +36,7 @@ def worker_process(directory: Path, *arguments: str) -> Iterator[subprocess.Pope
         process.wait()
 
 
-async def test_kill_fails_its_streams_at_once_and_the_other_worker_goes_on(directory: Path) -> None:
+async def test_a_killed_worker_fails_only_its_own_streams(directory: Path) -> None:
     with (
         worker_process(directory, "--index", "0", "--delay", "0.01", "--endless") as process,
         FakeWorker(directory, index=1, delay=0.005, script=lambda _: [41] * 100) as other,
@@ -95,7 +95,7 @@ async def test_lost_before_output_without_another_worker(directory: Path) -> Non
         assert core.registry.ready() == (False, "all workers are gone")
 
 
-async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: Path) -> None:
+async def test_a_stopped_worker_is_lost_and_rejoins(directory: Path) -> None:
     # There is enough time between both to see the first.
     liveness = Liveness(ping_interval=0.05, not_ready_after=1.0, lost_after=5.0)
     with worker_process(directory, "--delay", "0.01", "--endless") as process:
@@ -141,7 +141,7 @@ async def test_an_engine_that_hangs_is_lost_though_its_socket_lives(directory: P
                 await anext(generation)
 
 
-async def test_restarted_worker_joins_and_late_tokens_find_nobody(directory: Path) -> None:
+async def test_a_restarted_worker_joins_and_late_tokens_are_dropped(directory: Path) -> None:
     async with linked(directory, **ENDLESS, delay=0.01) as (core, first):
         generation = core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS))
         await anext(generation)
@@ -159,7 +159,7 @@ async def test_restarted_worker_joins_and_late_tokens_find_nobody(directory: Pat
             assert ids_of(deltas) == [*HELLO, 2]
 
 
-async def test_sockets_without_a_worker_are_waited_for_and_dropped_when_removed(directory: Path) -> None:
+async def test_sockets_without_a_worker_are_retried_until_removed(directory: Path) -> None:
     worker = FakeWorker(directory)
     with worker:
         pass
@@ -180,7 +180,7 @@ async def test_sockets_without_a_worker_are_waited_for_and_dropped_when_removed(
 
 
 @pytest.mark.parametrize("changes", [{"version": PROTOCOL_VERSION + 1}, {"welcome_epoch": "0000000f"}])
-async def test_workers_of_another_version_or_life_do_not_join(directory: Path, changes: dict) -> None:
+async def test_workers_of_another_version_or_epoch_do_not_join(directory: Path, changes: dict) -> None:
     with FakeWorker(directory, **changes) as worker:
         async with running_core(directory) as core:
             await until(lambda: core.registry.counters.wire_errors >= 1)
@@ -203,7 +203,7 @@ async def test_a_bundle_is_fetched_once_and_a_bad_one_keeps_its_worker_out(direc
             assert [entry.name for entry in core.registry.models()] == ["fake"]
 
 
-async def test_another_model_under_a_taken_name_waits(directory: Path) -> None:
+async def test_a_second_model_cannot_take_a_used_name(directory: Path) -> None:
     template = "{{ messages[0].content }}"
     other = make_bundle(byte_level_json(), template)
     async with linked(directory, index=1, bundle=other, model_names=("second", "alias")) as (core, _):
@@ -230,7 +230,7 @@ async def test_stats_and_limits_of_workers_are_seen(directory: Path) -> None:
             assert core.registry.model("fake").facts.max_model_len == 100
 
 
-async def test_closing_fails_what_runs_and_leaves_no_descriptor(directory: Path) -> None:
+async def test_closing_fails_running_requests_and_leaves_no_descriptor(directory: Path) -> None:
     with FakeWorker(directory, **ENDLESS, delay=0.01):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
@@ -243,7 +243,7 @@ async def test_closing_fails_what_runs_and_leaves_no_descriptor(directory: Path)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
-async def test_prefix_goes_where_it_was_and_salt_keeps_apart(directory: Path) -> None:
+async def test_requests_are_routed_by_prefix_and_salt(directory: Path) -> None:
     with FakeWorker(directory, index=0) as one, FakeWorker(directory, index=1) as two:
         async with running_core(directory) as core:
             await joined(core, 2)

@@ -75,7 +75,7 @@ async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) 
         assert core.sample("e2e_request_latency_seconds_count", model_name="fake") == 2
 
 
-async def test_choices_end_once_each_and_length_is_told(directory: Path) -> None:
+async def test_each_choice_ends_once_with_its_reason(directory: Path) -> None:
     async with linked(directory, **ENDLESS, delay=0.001) as (core, _):
         deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=9, n=3)))
         for choice in range(3):
@@ -99,7 +99,7 @@ async def test_stop_string_cancels_the_worker(directory: Path) -> None:
         assert core.registry.counters.unknown_ids == 0
 
 
-async def test_leaving_cancels_what_is_left(directory: Path) -> None:
+async def test_leaving_a_generation_cancels_it(directory: Path) -> None:
     async with linked(directory, **ENDLESS, delay=0.002) as (core, worker):
         async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS, n=2)) as generation:
             await anext(generation)
@@ -121,7 +121,7 @@ async def test_leaving_cancels_what_is_left(directory: Path) -> None:
         assert core.admission.num_requests == core.admission.waiting_tokens == 0
 
 
-async def test_sequence_gap_fails_streams_and_the_link_goes_on(directory: Path) -> None:
+async def test_a_sequence_gap_fails_streams_and_keeps_the_link(directory: Path) -> None:
     async with linked(directory, **ENDLESS, delay=0.005) as (core, worker):
         with pytest.raises(WorkerLostError):
             async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
@@ -135,7 +135,7 @@ async def test_sequence_gap_fails_streams_and_the_link_goes_on(directory: Path) 
         assert len(ids_of(deltas)) == 5
 
 
-async def test_gap_before_any_output_is_repeated_unseen(directory: Path) -> None:
+async def test_a_gap_before_any_output_is_retried(directory: Path) -> None:
     async with linked(directory, delay=0.01) as (core, worker):
         worker.faults.skip_sequence = 1
         deltas = await collect(core.generator.submit(make_request(HELLO)))
@@ -152,7 +152,7 @@ async def test_repeated_steps_are_dropped(directory: Path) -> None:
         await until(lambda: core.registry.counters.repeated >= len(HELLO))
 
 
-async def test_wrong_epoch_loses_the_worker_which_then_joins_anew(directory: Path) -> None:
+async def test_a_wrong_epoch_makes_the_worker_join_again(directory: Path) -> None:
     async with linked(directory, **ENDLESS, delay=0.005) as (core, worker):
         with pytest.raises(WorkerLostError):
             async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
@@ -184,7 +184,7 @@ async def test_missing_finish_is_a_failure(directory: Path) -> None:
         await collect(core.generator.submit(make_request(HELLO)))
 
 
-async def test_logprobs_arrive_one_a_token(directory: Path) -> None:
+async def test_each_token_has_one_logprob(directory: Path) -> None:
     async with linked(directory) as (core, _):
         request = make_request(HELLO, sampling=SamplingParams(max_tokens=20, logprobs=1))
         deltas = await collect(core.generator.submit(request))
@@ -192,7 +192,7 @@ async def test_logprobs_arrive_one_a_token(directory: Path) -> None:
         assert [entry.token_id for entry in logprobs] == [*HELLO, 2]
 
 
-async def test_malformed_frames_are_counted_and_hurt_nobody(directory: Path) -> None:
+async def test_malformed_frames_are_counted_and_ignored(directory: Path) -> None:
     async with linked(directory, **ENDLESS, delay=0.002) as (core, worker):
         bad: list[list[bytes]] = [
             [b""],
@@ -214,7 +214,7 @@ async def test_malformed_frames_are_counted_and_hurt_nobody(directory: Path) -> 
         assert core.registry.ready()[0]
 
 
-async def test_a_message_of_a_hundred_thousand_frames_lets_streams_go_on(directory: Path) -> None:
+async def test_a_message_of_many_frames_does_not_stop_streams(directory: Path) -> None:
     async with linked(directory, {"liveness": Liveness()}, **ENDLESS, delay=0.002) as (core, worker):
         async with core.generator.submit(make_request(HELLO, max_tokens=50)) as generation:
             await anext(generation)
@@ -257,7 +257,7 @@ async def test_slow_consumer_is_cut_and_others_are_not(directory: Path) -> None:
         assert core.sample("slow_clients_total") == 1
 
 
-async def test_what_piled_up_is_merged(directory: Path) -> None:
+async def test_pending_deltas_are_merged(directory: Path) -> None:
     async with linked(directory) as (core, worker):
         async with core.generator.submit(make_request(HELLO)) as generation:
             await until(lambda: worker.num_running == 0 and len(worker.received) > 3)
@@ -268,7 +268,7 @@ async def test_what_piled_up_is_merged(directory: Path) -> None:
         assert deltas[0].finish_reason == "stop"
 
 
-async def test_requests_that_cannot_be_served_are_refused_with_numbers(directory: Path) -> None:
+async def test_requests_that_do_not_fit_are_refused_with_numbers(directory: Path) -> None:
     with FakeWorker(directory, num_pages=10, max_model_len=4096):
         async with running_core(directory) as core:
             with pytest.raises(UnavailableError):
@@ -315,7 +315,7 @@ async def test_a_request_without_a_first_token_times_out(directory: Path) -> Non
         await until(lambda: worker.num_running == 0)
 
 
-async def test_two_gateways_number_their_steps_apart(directory: Path) -> None:
+async def test_each_gateway_has_its_own_step_numbers(directory: Path) -> None:
     with FakeWorker(directory, delay=0.001):
         async with running_core(directory, gateway_id="gw-1") as one, running_core(directory, gateway_id="gw-2") as two:
             await joined(one)
@@ -328,7 +328,7 @@ async def test_two_gateways_number_their_steps_apart(directory: Path) -> None:
             assert one.registry.counters == two.registry.counters
 
 
-async def test_the_request_itself_is_not_changed(directory: Path) -> None:
+async def test_the_request_is_not_modified(directory: Path) -> None:
     async with linked(directory) as (core, _):
         request = make_request(list(HELLO))
         before = dataclasses.replace(request, prompt_token_ids=list(HELLO))

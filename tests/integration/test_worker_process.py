@@ -273,7 +273,7 @@ def test_grammars_are_followed_and_flags_reach_the_facts(start, connect, tmp_pat
     assert "Traceback" not in process.output()
 
 
-def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> None:
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(start, connect) -> None:
     process = start()
     gateway = connect(process.endpoint())
     gateway.hello()
@@ -293,7 +293,7 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> 
     assert codes <= {None, "service_unavailable"}
 
 
-def test_a_second_signal_waits_for_nothing(start, connect, long_model: Path) -> None:
+def test_a_second_signal_ends_the_worker_immediately(start, connect, long_model: Path) -> None:
     process = start(model=long_model)
     gateway = connect(process.endpoint())
     gateway.hello()
@@ -326,7 +326,7 @@ def test_a_worker_ends_with_its_supervisor(start, connect, run: Path, long_model
     assert list(run.iterdir()) == []
 
 
-def test_a_worker_that_loads_ends_with_its_supervisor(start, run: Path) -> None:
+def test_a_loading_worker_ends_with_its_supervisor(start, run: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(write_end)
     process = start(pass_fds=(read_end,), PELTON_SUPERVISOR_FD=str(read_end))
@@ -336,7 +336,7 @@ def test_a_worker_that_loads_ends_with_its_supervisor(start, run: Path) -> None:
     assert list(run.iterdir()) == []
 
 
-def test_a_signal_while_it_loads_ends_it_quietly(start, run: Path) -> None:
+def test_a_signal_ends_a_loading_worker(start, run: Path) -> None:
     process = start()
     status = Path(f"/proc/{process.popen.pid}/status")
     # Python handles SIGINT during imports, until the worker installs its handler.
@@ -391,9 +391,7 @@ def test_unusable_configuration_is_one_sentence_and_exit_code_1(run: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_split_worker_whose_rank_is_killed_ends_its_requests_and_itself(
-    start, connect, run: Path, long_model: Path
-) -> None:
+def test_a_killed_rank_ends_the_worker_and_its_requests(start, connect, run: Path, long_model: Path) -> None:
     process = start("--tensor-parallel-size", "2", model=long_model)
     gateway = connect(process.endpoint())
     gateway.hello()
@@ -410,7 +408,7 @@ def test_a_split_worker_whose_rank_is_killed_ends_its_requests_and_itself(
     assert "Traceback" not in process.output()
 
 
-def test_a_split_worker_ends_with_exit_code_0_and_leaves_no_rank(start, connect, run: Path) -> None:
+def test_a_split_worker_exits_with_0_and_leaves_no_rank(start, connect, run: Path) -> None:
     process = start("--tensor-parallel-size", "2")
     gateway = connect(process.endpoint())
     gateway.hello()

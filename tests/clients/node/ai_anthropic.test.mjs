@@ -1,4 +1,4 @@
-// The Vercel AI SDK with its provider for Anthropic, which agents are built on, against tests/clients/answers.py.
+// Tests of the Vercel AI SDK with its provider for Anthropic, against the answers of tests/clients/answers.py.
 
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
@@ -35,7 +35,7 @@ test("text, whole and streamed", async () => {
 testTools(settings, { providerOptions: cached });
 
 for (const thinking of [{ type: "enabled", budgetTokens: 1024 }, { type: "adaptive" }]) {
-  test(`a tool loop of a model that thinks, ${thinking.type}`, async () => {
+  test(`a tool loop with thinking, ${thinking.type}`, async () => {
     const seen = [];
     const tools = weatherTools(seen, "fine", { providerOptions: cached });
     const contextManagement = { edits: [{ type: "clear_thinking_20251015", keep: "all" }] };

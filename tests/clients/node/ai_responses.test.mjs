@@ -1,5 +1,5 @@
-// The Vercel AI SDK with its provider for OpenAI, which speaks the Responses API: what is stored it refers to, and
-// without a store it sends reasoning back.
+// Tests of the Vercel AI SDK with its provider for OpenAI, which uses the Responses API. The provider references stored
+// items, and sends reasoning back if nothing is stored.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -42,7 +42,7 @@ test("objects", async () => {
   assert.deepEqual(output, PERSON);
 });
 
-test("the steps of a stored conversation are referred to", async () => {
+test("the steps of a stored conversation are referenced", async () => {
   sent.length = 0;
   const tools = weatherTools([], { sky: "grey" });
   const { text, steps } = await generateText({ model, prompt: "weather?", tools, stopWhen: stepCountIs(3) });

@@ -1,4 +1,4 @@
-// The Vercel AI SDK with its provider for OpenAI-compatible servers, against the answers of tests/clients/answers.py.
+// Tests of the Vercel AI SDK with its provider for OpenAI-compatible servers, against the answers of tests/clients/answers.py.
 
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
@@ -53,7 +53,7 @@ test("settings reach the server", async () => {
 
 testTools({ model, maxRetries: 0 });
 
-test("a tool loop of a model that reasons", async () => {
+test("a tool loop with reasoning", async () => {
   const seen = [];
   const tools = weatherTools(seen, "fine");
   const asked = { model, tools, prompt: "think and call", stopWhen: stepCountIs(3) };

@@ -1,4 +1,4 @@
-// What the Vercel AI SDK does with tools, whichever provider it has, against the answers of tests/clients/answers.py.
+// Tests of tools with the Vercel AI SDK for any provider, against the answers of tests/clients/answers.py.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -8,7 +8,7 @@ import { z } from "zod";
 const HELLO = process.env.HELLO;
 const WEATHER = JSON.parse(process.env.WEATHER);
 
-// A tool that answers with `result`, or what that makes of its input, and puts its inputs into `seen`.
+// Return a tool that appends its inputs to `seen` and returns `result`, or calls it if it is a function.
 export function weatherTools(seen, result, options = {}) {
   const inputSchema = z.object({ city: z.string() }).passthrough();
   const execute = async (input) => {
@@ -18,7 +18,7 @@ export function weatherTools(seen, result, options = {}) {
   return { get_weather: tool({ description: "The weather.", inputSchema, execute, ...options }) };
 }
 
-// Loops of calls, whole and streamed, and calls that are demanded. `settings` go with every request.
+// Define tests of tool loops, whole and streamed, and of forced calls. Each request has the given settings.
 export function testTools(settings, options) {
   test("a tool loop", async () => {
     const seen = [];

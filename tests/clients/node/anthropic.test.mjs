@@ -1,4 +1,4 @@
-// Anthropic's Node client on /v1/messages and /v1/models, against the prepared answers of tests/clients/answers.py.
+// Tests of Anthropic's Node client with /v1/messages and /v1/models, against the answers of tests/clients/answers.py.
 
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
@@ -148,7 +148,7 @@ test("errors have their classes", async () => {
   await assert.rejects(stranger.models.list(), Anthropic.AuthenticationError);
 });
 
-test("an error in a stream, and one that is left", async () => {
+test("an error in a stream, and an abandoned stream", async () => {
   let text = "";
   await assert.rejects(async () => {
     for await (const event of await client.messages.create(ask("break", { stream: true }))) {
@@ -162,6 +162,6 @@ test("an error in a stream, and one that is left", async () => {
 });
 
 after(() => {
-  // Connections that are kept alive would keep the process.
+  // Open keep-alive connections would prevent the process from exiting.
   setImmediate(() => process.exit());
 });

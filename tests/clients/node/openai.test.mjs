@@ -1,4 +1,4 @@
-// The official Node client against the prepared answers of tests/clients/answers.py.
+// Tests of OpenAI's Node client, against the answers of tests/clients/answers.py.
 
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
@@ -174,7 +174,7 @@ test("an error in a stream", async () => {
   assert.equal(text, "Well");
 });
 
-test("a timeout, and a stream that is left", async () => {
+test("a timeout, and an abandoned stream", async () => {
   const request = client.chat.completions.create({ model: MODEL, messages: ask("endless") }, { timeout: 300 });
   await assert.rejects(request, OpenAI.APIConnectionTimeoutError);
   const stream = await create({ messages: ask("endless"), stream: true });
@@ -183,6 +183,6 @@ test("a timeout, and a stream that is left", async () => {
 });
 
 after(() => {
-  // Connections that are kept alive would keep the process.
+  // Open keep-alive connections would prevent the process from exiting.
   setImmediate(() => process.exit());
 });

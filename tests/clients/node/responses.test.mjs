@@ -1,4 +1,4 @@
-// The official Node client on the Responses API, against the prepared answers of tests/clients/answers.py.
+// Tests of OpenAI's Node client with the Responses API, against the answers of tests/clients/answers.py.
 
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
@@ -127,6 +127,6 @@ test("an error in a stream", async () => {
 });
 
 after(() => {
-  // Connections that are kept alive would keep the process.
+  // Open keep-alive connections would prevent the process from exiting.
   setImmediate(() => process.exit());
 });

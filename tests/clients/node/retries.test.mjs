@@ -1,4 +1,4 @@
-// Both clients of Node at a server that two endless streams fill: refused at first, let in when these have gone.
+// Tests of retries by both Node clients. Two endless streams fill the server; it admits other requests after they end.
 
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
@@ -16,7 +16,7 @@ const messages = (content) => [{ role: "user", content }];
 async function fill() {
   const streams = [];
   for (let index = 0; index < 2; index++) {
-    // Those of an earlier test may have gone a moment ago.
+    // The streams of an earlier test may have ended only a moment ago.
     const stream = await client({ maxRetries: 8 }).chat.completions.create({ model: MODEL, messages: messages("endless"), stream: true });
     const iterator = stream[Symbol.asyncIterator]();
     await iterator.next();
@@ -25,7 +25,7 @@ async function fill() {
   return () => streams.forEach((stream) => stream.controller.abort());
 }
 
-test("a rate limit is refused with a time", async () => {
+test("a rate limit error has a retry time", async () => {
   const empty = await fill();
   await assert.rejects(plain.chat.completions.create({ model: MODEL, messages: messages("hello") }), (error) => {
     assert.ok(error instanceof OpenAI.RateLimitError);
@@ -33,7 +33,7 @@ test("a rate limit is refused with a time", async () => {
     return true;
   });
   await assert.rejects(generateText({ model, prompt: "hello", maxRetries: 0 }), (error) => error.isRetryable);
-  // There is room as soon as each of the patient ones was refused.
+  // The streams end once each client that retries was refused.
   const refused = new Set();
   const watched = (name) => async (...request) => {
     const response = await fetch(...request);
@@ -52,7 +52,7 @@ test("a rate limit is refused with a time", async () => {
   assert.equal(second.text, HELLO);
 });
 
-test("whoever does not wait long enough is told so", async () => {
+test("too few retries end with a RetryError", async () => {
   const empty = await fill();
   await assert.rejects(generateText({ model, prompt: "hello", maxRetries: 1 }), RetryError.isInstance);
   empty();
