@@ -83,7 +83,7 @@ class KVManager:
         self._drafted: set[int] = set()
         # Increased whenever a page changes its holder or becomes findable.
         self._version = 0
-        self._no_match = PrefixMatch(0, [[] for _ in range(num_groups)], [0] * num_groups)
+        self.no_match = PrefixMatch(0, [[] for _ in range(num_groups)], [0] * num_groups)
 
     @property
     def num_free(self) -> int:
@@ -119,7 +119,7 @@ class KVManager:
         It has whole pages only and never includes the last token, whose logits are needed to sample the next one.
         """
         if not self.enable_prefix_caching:
-            return self._no_match
+            return self.no_match
         # The first request of the queue asks in every step, usually without any change since the last one.
         last = sequence.last_match
         if last is not None and last[:2] == (self._version, len(token_ids)):
@@ -154,10 +154,6 @@ class KVManager:
             wanted - len(pages) + revived <= pool.num_free
             for pool, pages, revived in zip(self._pools, match.pages, match.num_revived, strict=True)
         )
-
-    def no_match(self) -> PrefixMatch:
-        """Return an empty match, for requests that must compute their whole prompt."""
-        return self._no_match
 
     def adopt(self, sequence: SequencePages, match: PrefixMatch) -> None:
         """Give an empty sequence the pages of a match, immediately after match_prefix."""

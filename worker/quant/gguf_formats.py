@@ -32,7 +32,7 @@ class FormatInfo:
     block_bytes: int
 
 
-FORMATS: dict[WeightFormat, FormatInfo] = {
+FORMATS: dict[str, FormatInfo] = {
     "f32": FormatInfo(1, 4),
     "f16": FormatInfo(1, 2),
     "bf16": FormatInfo(1, 2),
@@ -89,7 +89,7 @@ class Blocks:
     fifth: torch.Tensor | None = None
 
 
-def row_bytes(weight_format: WeightFormat, num_values: int) -> int:
+def row_bytes(weight_format: str, num_values: int) -> int:
     """Return the bytes of one row. Raises ValueError if the row is not a whole number of blocks."""
     info = FORMATS[weight_format]
     if num_values % info.block:
@@ -99,7 +99,7 @@ def row_bytes(weight_format: WeightFormat, num_values: int) -> int:
     return num_values // info.block * info.block_bytes
 
 
-def split_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
+def split_blocks(weight_format: str, data: torch.Tensor) -> Blocks:
     """Split rows into components. Codes stay packed and are views of `data`.
 
     Args:
@@ -131,13 +131,13 @@ def unpacked(blocks: Blocks) -> torch.Tensor:
     return codes
 
 
-def unpack_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
+def unpack_blocks(weight_format: str, data: torch.Tensor) -> Blocks:
     """Split packed rows into components with one code per input; `data` as in `split_blocks`."""
     blocks = split_blocks(weight_format, data)
     return replace(blocks, codes=unpacked(blocks), fifth=None)
 
 
-def dequantize(weight_format: WeightFormat, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(weight_format: str, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Dequantize packed rows in float32 and round once to `dtype`.
 
     Args:

@@ -72,7 +72,7 @@ class PanelScheme:
             self._codes[rows] = values if order is None else values[order]
             return
         raw = raw.take_rows(order)
-        blocks = split_blocks(raw.format, raw.data)  # type: ignore[arg-type]
+        blocks = split_blocks(raw.format, raw.data)
         self._scales[rows] = blocks.scales
         if self._bits == 4:
             self._codes[rows] = blocks.codes

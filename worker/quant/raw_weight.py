@@ -11,15 +11,9 @@ import torch
 from worker.quant.gguf_formats import FORMATS, PLAIN_DTYPES, FormatInfo, WeightFormat, dequantize
 
 CodeFormat = Literal["u4", "u8", "int8", "fp8"]
+"""u4, u8: only weights are quantized, codes 0..15 or 0..255, one uint8 each. int8, fp8 (float8_e4m3fn): activations
+are quantized too."""
 RawFormat = WeightFormat | CodeFormat
-
-CODE_DTYPES: dict[str, torch.dtype] = {
-    "u4": torch.uint8,
-    "u8": torch.uint8,
-    "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
-}
-"""u4, u8: only weights are quantized, codes 0..15 or 0..255, one per byte. int8, fp8: activations are quantized too."""
 
 # Approximate number of values processed at a time, so that float32 intermediates stay in the processor's cache.
 _STEP = 1 << 19
@@ -71,7 +65,7 @@ class RawWeight:
     """A tensor, or a slice of one, in the format of the file.
 
     Attributes:
-        format: f32, f16, bf16; a block format of worker.quant.gguf_formats; or codes (CODE_DTYPES).
+        format: f32, f16, bf16; a block format of worker.quant.gguf_formats; or codes (CodeFormat).
         shape: (out, in), or (n,) for vectors.
         data: Plain formats: values, [*shape] in the format's dtype. Block formats: [out, in / 32 * block bytes],
             uint8. Codes: [out, in]. Contiguous, on the CPU, in memory of our own.
@@ -96,7 +90,7 @@ class RawWeight:
         if self.format in PLAIN_DTYPES:
             return self.data.to(dtype)
         if self.format in FORMATS:
-            return dequantize(_block_format(self.format), self.data, dtype).reshape(self.shape)
+            return dequantize(self.format, self.data, dtype).reshape(self.shape)
         num_rows, num_cols = self.shape
         out = torch.empty(self.shape, dtype=dtype)
         step = max(1, _STEP // max(1, num_cols))
@@ -151,7 +145,7 @@ def slice_columns(weight: RawWeight, cols: slice | None) -> RawWeight:
     if (start, stop) == (0, weight.shape[-1]):
         return weight
     shape = (*weight.shape[:-1], stop - start)
-    info = FORMATS[_block_format(weight.format)] if weight.format in FORMATS else FormatInfo(1, 1)
+    info = FORMATS[weight.format] if weight.format in FORMATS else FormatInfo(1, 1)
     extra = _parts(weight, len(weight.shape) - 1, start, stop)
     if start % info.block or stop % info.block or extra is None or weight.columns is not None:
         values = weight.dequantize(torch.float32)[..., start:stop].contiguous()
@@ -180,10 +174,3 @@ def _parts(weight: RawWeight, axis: int, start: int, stop: int) -> dict[str, Fac
             return None
         parts[name] = part
     return parts
-
-
-def _block_format(name: RawFormat) -> WeightFormat:
-    """Return the name as a format of GGUF. Raises ValueError for codes."""
-    if name in CODE_DTYPES:
-        raise ValueError(f"{name} is not a GGUF format")
-    return name  # type: ignore[return-value]

@@ -159,7 +159,7 @@ def _taken_apart(raw: RawWeight) -> _Codes:
         if "minimum" in raw.extra:
             minimums = minimums + raw.extra["minimum"].values
         return _Codes(raw.data, scales, minimums, centre, _group(raw))
-    blocks = unpack_blocks(raw.format, raw.data)  # type: ignore[arg-type]
+    blocks = unpack_blocks(raw.format, raw.data)
     scales = blocks.scales.float()
     minimums = scales * (centre - blocks.zero_point)
     if blocks.minimums is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from worker.drafting.proposal import Proposal, Source
-from worker.plan import BlockTableUpdate, DraftedRow, NewRow, PageCopy, ScheduledTokens, StepPlan
+from worker.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
 from worker.requests.request import Request
 
 
@@ -45,22 +45,17 @@ class PlanBuilder:
     """Collection of what a step computes. Advances the requests' num_computed_tokens and num_pending."""
 
     def __init__(self, step: int, page_size: int) -> None:
-        self.step = step
+        self.plan = StepPlan(step=step, scheduled=[])
         self.requests: list[Request] = []
-        self.page_copies: list[PageCopy] = []
         self.num_decode = 0
         self._page_size = page_size
-        self._scheduled: list[ScheduledTokens] = []
-        self._new_rows: list[NewRow] = []
-        self._block_tables: list[BlockTableUpdate] = []
         self._lives: list[int] = []
         self._masked: list[tuple[Request, Sequence[int]]] = []
         self._num_masks = 0
-        self._drafting: list[DraftedRow] = []
 
     def enter_row(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """Record that the request got its row in this step."""
-        self._new_rows.append(
+        self.plan.new_rows.append(
             NewRow(
                 row=request.row,
                 token_ids=request.token_ids.copy(),
@@ -100,7 +95,7 @@ class PlanBuilder:
         drawn = proposal is not None and proposal.source is Source.DRAFT_MODEL and request.constraint is None
         num_pooled = 0 if request.embedding is None else request.embedding.num_pooled(count, ends=ends)
         item = ScheduledTokens(request.row, start, count, sample, alternatives, mask, list(drafts), drawn, num_pooled)
-        self._scheduled.append(item)
+        self.plan.scheduled.append(item)
         self.requests.append(request)
         self._lives.append(request.life)
         self._announce_pages(request)
@@ -108,13 +103,13 @@ class PlanBuilder:
         if sample:
             request.num_pending += 1
         if request.prompt_step is None and end >= request.num_initial_tokens:
-            request.prompt_step = self.step
+            request.prompt_step = self.plan.step
         return count
 
     def draft(self, request: Request, row: DraftedRow) -> None:
         """Schedule a row for the draft model; a step has only such rows then."""
         request.is_drafting = True
-        self._drafting.append(row)
+        self.plan.drafting.append(row)
         self.requests.append(request)
         self._lives.append(request.life)
         self._announce_pages(request)
@@ -125,19 +120,10 @@ class PlanBuilder:
         if pages.num_announced * self._page_size < pages.num_slots:
             for group, table in enumerate(pages.tables):
                 news = table[pages.num_announced :]
-                self._block_tables.append(BlockTableUpdate(request.row, group, pages.num_announced, news))
+                self.plan.block_tables.append(BlockTableUpdate(request.row, group, pages.num_announced, news))
             pages.num_announced = len(pages.tables[0])
 
     def launch(self) -> PlannedStep:
         """Return the finished plan."""
-        plan = StepPlan(
-            step=self.step,
-            scheduled=self._scheduled,
-            new_rows=self._new_rows,
-            block_tables=self._block_tables,
-            page_copies=self.page_copies,
-            masks=[],
-            drafting=self._drafting,
-        )
-        num_prompt = plan.num_tokens - self.num_decode
-        return PlannedStep(plan, self.requests, self._lives, num_prompt, self._masked)
+        num_prompt = self.plan.num_tokens - self.num_decode
+        return PlannedStep(self.plan, self.requests, self._lives, num_prompt, self._masked)

@@ -52,10 +52,10 @@ class Planner:
 
     def enqueue(self, request: Request, leader: Request | None = None) -> None:
         """Queue a new request for a row, or first for its grammar or for its leader's prompt, which it shares."""
-        if leader is None:
-            self._queue_up(request)
-        else:
+        if leader is not None:
             self._hold(request, leader)
+        else:
+            self._queue_up(request)
 
     def _queue_up(self, request: Request) -> None:
         """Put a request into its place in the queue for a row, once its constraint is ready."""
@@ -229,7 +229,7 @@ class Planner:
         if parent is not None:
             match = self._kv.shared_with(parent.pages, request.num_initial_tokens - 1)
         elif request.needs_whole_prompt:
-            match = self._kv.no_match()
+            match = self._kv.no_match
         else:
             match = self._kv.match_prefix(request.pages, request.token_ids)
         reserve = admission_reserve(len(self._running) - len(victims), self._kv.num_pages)
@@ -240,7 +240,8 @@ class Planner:
         """Give a request its row and all pages that its tokens need."""
         parent = self._parent(request)
         if parent is not None:
-            builder.page_copies += self._kv.fork(parent.pages, request.pages, request.num_initial_tokens - 1)
+            copies = self._kv.fork(parent.pages, request.pages, request.num_initial_tokens - 1)
+            builder.plan.page_copies.extend(copies)
             request.num_computed_tokens = request.num_initial_tokens - 1
             cached = parent.num_cached_tokens or 0
         else:

@@ -78,8 +78,6 @@ class Speculator:
         self._pauses = (self._pause, self._drafting_pause) if config.draft_len else (self._pause,)
         self._drafted_last = False
         self._has_unverified_drafts = False
-        # Row counts and milliseconds of steps that the policy has not learned from.
-        self._observed: list[tuple[int, float]] = []
         # Proposals that were already found in this step.
         self._found: dict[Request, Proposal | None] = {}
 
@@ -119,7 +117,6 @@ class Speculator:
         if not self._has_unverified_drafts and self._pause.holds(len(requests)):
             return [None] * len(requests)
         self._has_unverified_drafts = False
-        self._learn_costs()
         begin = self._clock()
         proposals = [found[one] if one in found else self._propose(one) for one in requests]
         chosen: list[Proposal | None] = [None] * len(requests)
@@ -182,18 +179,8 @@ class Speculator:
             request.speculation.resolve(num_verified, num_accepted)
 
     def observe(self, num_rows: int, milliseconds: float) -> None:
-        """Record the duration of a step without prompt tokens; drafts count as rows.
-
-        The policy learns from it before its next decision, because many at a time take hardly longer than one.
-        """
-        self._observed.append((num_rows, milliseconds))
-        if len(self._observed) >= LONGEST_PAUSE:
-            self._learn_costs()
-
-    def _learn_costs(self) -> None:
-        observed, self._observed = self._observed, []
-        for num_rows, milliseconds in observed:
-            self._policy.observe(num_rows, milliseconds)
+        """Learn from the duration of a step without prompt tokens; drafts count as rows."""
+        self._policy.observe(num_rows, milliseconds)
 
     # ---- the draft model ----
 
@@ -217,7 +204,6 @@ class Speculator:
         """
         if not requests:
             return []
-        self._learn_costs()
         wanting = [(self._num_unread(request), request) for request in requests if self._may_draft(request)]
         wanting = [pair for pair in wanting if self._wants_draft(*pair)]
         # Requests with little to read get drafts at once, so they come first.
@@ -316,7 +302,6 @@ class Speculator:
     def observe_drafting(self, rows: Sequence[DraftedRow], milliseconds: float) -> None:
         """Record the duration of a step of the draft model."""
         self._counters.spec_decode_draft_seconds_total += milliseconds / 1000
-        self._learn_costs()
         proposing = [row.num_drafts for row in rows if row.num_drafts]
         num_read = sum(row.count for row in rows if not row.num_drafts or row.count > self._usual_unread)
         self._policy.observe_drafting(len(proposing), max(proposing, default=0), num_read, milliseconds)
