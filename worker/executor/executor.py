@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from worker.plan import StepPlan, StepResult
 
@@ -53,16 +53,16 @@ class Executor(Protocol):
 class LocalHandle:
     """Handle of a step that runs in this process."""
 
-    def __init__(self, executor: LocalExecutor, step: StepHandle | None) -> None:
+    def __init__(self, executor: LocalExecutor, step: StepHandle) -> None:
         self._executor = executor
         self._step = step
 
     def done(self) -> bool:
         """Return True if `result` would return immediately."""
-        return self._step is None or self._step.done()
+        return self._step.done()
 
     def result(self) -> StepResult:
-        """Wait for the step. Raise ExecutorError if it failed or could not be enqueued."""
+        """Wait for the step. Raise ExecutorError if it failed."""
         return self._executor.wait_for(self._step)
 
 
@@ -87,30 +87,31 @@ class LocalExecutor:
         self._in_flight: deque[StepHandle] = deque()
 
     def submit(self, plan: StepPlan) -> LocalHandle:
-        """Enqueue a step. Raise ExecutorError after `close` or after a failed step."""
+        """Enqueue a step. Raise ExecutorError if that fails, after `close`, or after a failed step."""
         if self._closed:
             raise ExecutorError("the executor is closed")
         if self._failure is not None:
             raise ExecutorError(f"an earlier step failed: {self._failure}") from self._failure
         try:
             step = self._launch(plan)
-        except Exception as error:  # noqa: BLE001 - LocalHandle.result raises it
-            self._failure = error
-            return LocalHandle(self, None)
+        except Exception as error:  # noqa: BLE001 - the worker cannot continue after any device error
+            self._fail(error)
         self._in_flight.append(step)
         return LocalHandle(self, step)
 
-    def wait_for(self, step: StepHandle | None) -> StepResult:
-        """Return the result of a step. Raise ExecutorError if it failed, or for None if it could not be enqueued."""
+    def wait_for(self, step: StepHandle) -> StepResult:
+        """Return the result of a step. Raise ExecutorError if it failed."""
         try:
-            if step is not None:
-                result = step.result()
-                with contextlib.suppress(ValueError):
-                    self._in_flight.remove(step)
-                return result
+            result = step.result()
         except Exception as error:  # noqa: BLE001 - the worker cannot continue after any device error
-            self._failure = self._failure or error
-        failure = self._failure
+            self._fail(error)
+        with contextlib.suppress(ValueError):
+            self._in_flight.remove(step)
+        return result
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise the first failure as an ExecutorError."""
+        failure = self._failure = self._failure or error
         if isinstance(failure, ExecutorError):
             raise failure
         raise ExecutorError(f"the step failed: {type(failure).__name__}: {failure}") from failure
