@@ -12,7 +12,7 @@ from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_re
 from gateway.text.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from gateway.text.tools.format import ToolFormat, ToolRequest
 from gateway.text.tools.gemma import FUNCTION_GEMMA, GEMMA4
-from gateway.text.tools.harmony import HarmonyFormat
+from gateway.text.tools.harmony import HARMONY
 from gateway.text.tools.hermes import HERMES, QWEN3_CODER
 from gateway.text.tools.mistral import MISTRAL, MISTRAL_NAMED
 from gateway.text.tools.plain_json import FALLBACK, LLAMA3_JSON
@@ -34,7 +34,7 @@ _FORMATS: tuple[ToolFormat, ...] = (
     DEEPSEEK_V31,
     PYTHONIC,
     TOOL_CODE,
-    HarmonyFormat(),
+    HARMONY,
     QWEN3_CODER,
     FUNCTION_GEMMA,
     GEMMA4,

@@ -9,13 +9,12 @@ content. A call ends the model's turn, so there is at most one.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 
 from gateway.text.grammars.grammar import Fragment, any_of, literal
-from gateway.text.tools.calls_grammar import ANY_TEXT, call_arguments, call_rules
-from gateway.text.tools.format import CallArguments, Tool, ToolFormat
+from gateway.text.tools.calls_grammar import ANY_TEXT, MarkedFormat
+from gateway.text.tools.format import CallArguments, Tool
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import Steps, TextSplitter
 
@@ -30,62 +29,6 @@ _MAX_HEADER = 512
 _RECIPIENT = re.compile(r"\bto=(?!assistant\b)([\w.-]+)", re.ASCII)
 """Recipient of a call. What a model addresses to itself is not a call."""
 _NAMESPACE = "functions."
-
-
-class HarmonyFormat(ToolFormat):
-    """Format of gpt-oss. See ToolFormat."""
-
-    name = "harmony"
-    marks = MARKS
-
-    def __init__(self) -> None:
-        self.parser = HarmonyParser
-
-    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        return Fragment(_opened("t_call", special_ids), self._rules(tools, special_ids, free=False))
-
-    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        final = literal(FINAL, special_ids)
-        commentary = literal(f"{CHANNEL}commentary{MESSAGE}", special_ids)
-        message = f"{any_of([final, commentary])} T_TEXT {literal(END, special_ids)}"
-        rules = (
-            f"T_TEXT: {ANY_TEXT}",
-            f"t_message: {_opened(message, special_ids)}",
-            f"t_final: {_opened(f'{final} T_TEXT', special_ids)}",
-            f"t_opened: {_opened('t_call', special_ids)}",
-        )
-        body = f"t_message* {any_of(['t_final', 't_opened'])}"
-        return Fragment(body, (*rules, *self._rules(tools, special_ids, free=True)))
-
-    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
-        """See ToolFormat."""
-        texts = [_header(name) + json.dumps(values, ensure_ascii=False) + CALL for name, values in calls]
-        return OPENING.join(texts)
-
-    @staticmethod
-    def _rules(tools: Sequence[Tool], special_ids: Mapping[str, int], *, free: bool) -> tuple[str, ...]:
-        end = f"({literal(CALL, special_ids)})?"
-
-        def call(tool: Tool) -> str:
-            return f"{literal(_header(tool.name), special_ids)} {call_arguments(tool, free=free)} {end}"
-
-        return call_rules(tools, call)
-
-
-def final_message(content: Fragment, special_ids: Mapping[str, int]) -> Fragment:
-    """Return a message whose content follows a grammar."""
-    return Fragment(_opened(f"{literal(FINAL, special_ids)} ({content.expression})", special_ids), content.rules)
-
-
-def _opened(expression: str, special_ids: Mapping[str, int]) -> str:
-    """Return a message. The opening of the first one is the end of the prompt."""
-    return f"({literal(OPENING, special_ids)})? {expression}"
-
-
-def _header(name: str) -> str:
-    return f"{CHANNEL}commentary to={_NAMESPACE}{name} {CONSTRAIN}json{MESSAGE}"
 
 
 class HarmonyParser(JsonCallParser):
@@ -111,6 +54,54 @@ class HarmonyParser(JsonCallParser):
                 self.message.complete_call()
             yield from source.space()
             yield from source.accept_any(ENDS)
+
+
+class HarmonyFormat(MarkedFormat):
+    """Format of gpt-oss. See ToolFormat."""
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return Fragment(_call(special_ids), self.call_rules(tools, special_ids, free=False))
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        final = literal(FINAL, special_ids)
+        commentary = literal(f"{CHANNEL}commentary{MESSAGE}", special_ids)
+        message = f"{any_of([final, commentary])} T_TEXT {literal(END, special_ids)}"
+        rules = (
+            f"T_TEXT: {ANY_TEXT}",
+            f"t_message: {_opened(message, special_ids)}",
+            f"t_final: {_opened(f'{final} T_TEXT', special_ids)}",
+            f"t_opened: {_call(special_ids)}",
+        )
+        body = f"t_message* {any_of(['t_final', 't_opened'])}"
+        return Fragment(body, (*rules, *self.call_rules(tools, special_ids, free=True)))
+
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """See ToolFormat."""
+        return OPENING.join(self.render_call(name, values) + CALL for name, values in calls)
+
+
+HARMONY = HarmonyFormat(
+    name="harmony",
+    marks=MARKS,
+    parser=HarmonyParser,
+    head=f"{CHANNEL}commentary to={_NAMESPACE}NAME {CONSTRAIN}json{MESSAGE}",
+)
+
+
+def final_message(content: Fragment, special_ids: Mapping[str, int]) -> Fragment:
+    """Return a message whose content follows a grammar."""
+    return Fragment(_opened(f"{literal(FINAL, special_ids)} ({content.expression})", special_ids), content.rules)
+
+
+def _opened(expression: str, special_ids: Mapping[str, int]) -> str:
+    """Return a message. The opening of the first one is the end of the prompt."""
+    return f"({literal(OPENING, special_ids)})? {expression}"
+
+
+def _call(special_ids: Mapping[str, int]) -> str:
+    return f"{_opened('t_call', special_ids)} ({literal(CALL, special_ids)})?"
 
 
 class HarmonySplitter(TextSplitter):

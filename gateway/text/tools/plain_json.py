@@ -31,13 +31,41 @@ _CALL_BEGINS = (
 )
 
 
+class PlainJsonParser(AnswerParser, JsonCallParser):
+    """Parser of objects, with or without semicolons or commas between them, or of a list; in a code fence or not."""
+
+    def read_calls(self) -> Steps[None]:
+        """See AnswerParser."""
+        source = self.source
+        fence = yield from source.accept_any(_FENCES)
+        yield from source.space()
+        if (yield from source.peek()) == "[":
+            yield from self.read_list()
+            yield from source.space()
+        else:
+            while (yield from self.read_call()):
+                source.begin_trial()
+                yield from source.space()
+                yield from source.accept_any((";", ","))
+                yield from source.space()
+                if (yield from source.peek()) != "{":
+                    break
+        self._reject()
+        if fence and self.num_complete:
+            yield from source.accept("```")
+
+
+class LlamaJsonParser(PlainJsonParser):
+    """Parser of Llama's calls."""
+
+    mark = PYTHON_TAG
+
+
 class PlainJsonFormat(ToolFormat):
     """One call or a list of calls with the names of OpenAI's API. See ToolFormat."""
 
     name = "json"
-
-    def __init__(self) -> None:
-        self.parser = PlainJsonParser
+    parser = PlainJsonParser
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
@@ -71,9 +99,7 @@ class LlamaJsonFormat(ToolFormat):
 
     name = "llama3_json"
     marks = (PYTHON_TAG,)
-
-    def __init__(self) -> None:
-        self.parser = LlamaJsonParser
+    parser = LlamaJsonParser
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
@@ -92,36 +118,6 @@ class LlamaJsonFormat(ToolFormat):
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         return "; ".join(json.dumps({"name": name, "parameters": values}, ensure_ascii=False) for name, values in calls)
-
-
-class PlainJsonParser(AnswerParser, JsonCallParser):
-    """Parser of objects, with or without semicolons or commas between them, or of a list; in a code fence or not."""
-
-    def read_calls(self) -> Steps[None]:
-        """See AnswerParser."""
-        source = self.source
-        fence = yield from source.accept_any(_FENCES)
-        yield from source.space()
-        if (yield from source.peek()) == "[":
-            yield from self.read_list()
-            yield from source.space()
-        else:
-            while (yield from self.read_call()):
-                source.begin_trial()
-                yield from source.space()
-                yield from source.accept_any((";", ","))
-                yield from source.space()
-                if (yield from source.peek()) != "{":
-                    break
-        self._reject()
-        if fence and self.num_complete:
-            yield from source.accept("```")
-
-
-class LlamaJsonParser(PlainJsonParser):
-    """Parser of Llama's calls."""
-
-    mark = PYTHON_TAG
 
 
 LLAMA3_JSON = LlamaJsonFormat()

@@ -29,42 +29,6 @@ _KEYWORD_SAFE = ANNOTATIONS.union(
 """Keywords of schemas whose properties can be written one by one."""
 
 
-class PythonicFormat(ToolFormat):
-    """List of calls. See ToolFormat."""
-
-    name = "pythonic"
-    marks = (START, END)
-
-    def __init__(self) -> None:
-        self.parser = PythonicParser
-
-    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        return _python_list(tools, parallel=parallel, free=False)
-
-    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        names = "|".join(re.escape(tool.name) for tool in tools)
-        begins = rf"[ \t\r\n]*({re.escape(START)})?[ \t\r\n]*\[[ \t\r\n]*({names})\("
-        return text_unless(begins, _python_list(tools, parallel=parallel, free=True))
-
-    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
-        """See ToolFormat."""
-        return f"[{', '.join(render_call(name, values) for name, values in calls)}]"
-
-
-class ToolCodeFormat(MarkedFormat):
-    """Calls in a code fence, one per line. See ToolFormat."""
-
-    def call_rules(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, free: bool) -> tuple[str, ...]:
-        """See MarkedFormat."""
-        return _rules(tools, free=free)
-
-    def render_call(self, name: str, values: CallArguments) -> str:
-        """See MarkedFormat."""
-        return render_call(name, values)
-
-
 class _PythonCallParser(CallParser):
     """Parser of one call, for both formats. The properties of its tool name the positional arguments."""
 
@@ -175,6 +139,40 @@ class ToolCodeParser(_PythonCallParser):
                 yield from source.space()
                 yield from source.accept_any((",", ";"))
             self._reject()
+
+
+class PythonicFormat(ToolFormat):
+    """List of calls. See ToolFormat."""
+
+    name = "pythonic"
+    marks = (START, END)
+    parser = PythonicParser
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return _python_list(tools, parallel=parallel, free=False)
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        begins = rf"[ \t\r\n]*({re.escape(START)})?[ \t\r\n]*\[[ \t\r\n]*({names})\("
+        return text_unless(begins, _python_list(tools, parallel=parallel, free=True))
+
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """See ToolFormat."""
+        return f"[{', '.join(render_call(name, values) for name, values in calls)}]"
+
+
+class ToolCodeFormat(MarkedFormat):
+    """Calls in a code fence, one per line. See ToolFormat."""
+
+    def call_rules(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, free: bool) -> tuple[str, ...]:
+        """See MarkedFormat."""
+        return _rules(tools, free=free)
+
+    def render_call(self, name: str, values: CallArguments) -> str:
+        """See MarkedFormat."""
+        return render_call(name, values)
 
 
 def render_call(name: str, values: CallArguments) -> str:
