@@ -97,29 +97,10 @@ async def test_a_full_queue_refuses_requests_and_keeps_cancels(
             await until(lambda: worker.num_running == 0)
 
 
-async def test_a_lost_link_tells_each_stream_once_and_takes_no_more(directory: Path) -> None:
+async def test_load_counts_prompts_until_their_first_output_and_ends_with_the_link(directory: Path) -> None:
     lost: list[WorkerLink] = []
     with FakeWorker(directory, delay=3600) as worker:
         async with connected(worker.endpoint, lost) as link:
-            link.start()
-            await until(lambda: link.ready)
-            streams = [Recorder() for _ in range(3)]
-            for number, stream in enumerate(streams):
-                link.submit(submit(number), stream)
-            link.close()
-            link.close()
-            assert [len(stream.errors) for stream in streams] == [1, 1, 1]
-            assert lost == [link]
-            assert not link.ready
-            with pytest.raises(UnavailableError):
-                link.submit(submit(9), Recorder())
-            link.forget("r0", cancel=True)
-            link.cancel_choice("r0", 1)
-
-
-async def test_load_counts_prompts_until_their_first_output(directory: Path) -> None:
-    with FakeWorker(directory, delay=3600) as worker:
-        async with connected(worker.endpoint, []) as link:
             link.start()
             await until(lambda: link.ready)
             stream = Recorder()
@@ -129,6 +110,17 @@ async def test_load_counts_prompts_until_their_first_output(directory: Path) -> 
             assert (link.waiting_tokens, link.num_sequences) == (0, 2)
             link.forget("r1", cancel=True)
             assert link.num_sequences == 0
+            streams = [Recorder() for _ in range(3)]
+            for number, stream in enumerate(streams):
+                link.submit(submit(number), stream)
+            link.close()
+            link.close()
+            assert [len(stream.errors) for stream in streams] == [1, 1, 1]
+            assert lost == [link] and not link.ready
+            with pytest.raises(UnavailableError):
+                link.submit(submit(9), Recorder())
+            link.forget("r0", cancel=True)
+            link.cancel_choice("r0", 1)
 
 
 async def test_an_endpoint_that_is_none_is_refused() -> None:

@@ -110,39 +110,6 @@ def _without_padding(ids, stop_ids):
     return generated[: ends[0] + 1] if ends else generated
 
 
-def test_one_beam_that_stops_early_is_greedy(model):
-    state = BeamState(BeamParams(width=1, num_returned=1, early_stopping=True), max_tokens=12, stop_ids=[4, 11, 30])
-    while not state.done:
-        state.advance([report(model, PROMPT + state.live[0].token_ids, state.num_alternatives)])
-    (ids,) = model.generate(
-        torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=[4, 11, 30], pad_token_id=0
-    )
-    assert state.finished[0].token_ids == ids[len(PROMPT) :].tolist()
-
-
-def test_a_full_width_finds_the_best_of_all_sequences(model):
-    """Check that as many beams as there are prefixes find the best hypotheses."""
-    allowed = 5  # of the vocabulary, so that all sequences can be tried
-
-    def of(ids):
-        with torch.no_grad():
-            logprobs = torch.log_softmax(model(torch.tensor([PROMPT + ids])).logits[0, -1], -1)[:allowed]
-        order = logprobs.argsort(descending=True)
-        return TokenLogprobs(int(order[0]), float(logprobs.max()), 1, order.tolist(), logprobs[order].tolist())
-
-    state = BeamState(BeamParams(width=allowed**2, num_returned=1), max_tokens=3)
-    while not state.done:
-        state.advance([of(beam.token_ids) for beam in state.live])
-    sequences = {(a, b, c): 0.0 for a in range(allowed) for b in range(allowed) for c in range(allowed)}
-    for sequence in sequences:
-        for place in range(3):
-            one = of(list(sequence[:place]))
-            sequences[sequence] += one.top_logprobs[one.top_ids.index(sequence[place])] / 3
-    best = max(sequences, key=sequences.__getitem__)
-    assert state.finished[0].token_ids == list(best)
-    assert state.finished[0].score == pytest.approx(sequences[best], abs=1e-5)
-
-
 def test_min_tokens_and_masked_tokens():
     reports = TokenLogprobs(7, -0.1, 1, [7, 8, 9], [-0.1, -1.0, -2.0])
     state = BeamState(BeamParams(width=1, num_returned=1), max_tokens=4, min_tokens=2, stop_ids=[7], masked_ids=[8])

@@ -9,9 +9,8 @@ import pytest
 
 from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.beam_state import BeamParams
-from shared.errors import RateLimitError, UnavailableError, WorkerLostError
+from shared.errors import RateLimitError
 from shared.messages import Submit, TokenLogprobs
-from shared.sampling_params import SamplingParams
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import Core, collect, make_request, running_core, until
 
@@ -81,16 +80,3 @@ async def test_a_client_that_goes_cancels_every_beam_at_the_worker(tmp_path) -> 
             await until(lambda: worker.num_running == 0)
             assert core.admission.num_sequences == 0
             assert core.sample("request_failures_total", model_name="fake", reason="abort") == 1
-
-
-async def test_a_lost_worker_fails_the_search(tmp_path) -> None:
-    with ReportingWorker(tmp_path, script=script, delay=30.0) as worker:
-        async with running_core(tmp_path) as core:
-            await until(core.registry.models)
-            async with searcher(core, 2).submit(
-                make_request([5], sampling=SamplingParams(max_tokens=2), n=2)
-            ) as search:
-                worker.stop()
-                with pytest.raises((WorkerLostError, UnavailableError)):
-                    await anext(aiter(search))
-            assert core.admission.num_sequences == 0

@@ -16,7 +16,7 @@ from gateway.text.chat_template import ChatTemplate
 from gateway.text.pipeline import LARGE_TEXT, TextPipeline, TextThreads
 from gateway.text.tokenizer import TextTokenizer
 from shared.errors import ConfigurationError, ContextLengthError, InvalidRequestError, PayloadTooLargeError
-from tests.fakes.tokenizers import SPECIAL, byte_fallback_json, byte_level_json, make_bundle
+from tests.fakes.tokenizers import SPECIAL, byte_level_json, make_bundle
 
 SPECIAL_IDS = {0, 1, 2}
 
@@ -130,13 +130,6 @@ async def test_beginning_of_text_of_a_post_processor_is_not_doubled(threads: Tex
     pipeline = TextPipeline(make_bundle(tokenizer.to_str().encode(), add_bos_token=True), threads)
     assert await pipeline.encode("Stop") == [0, *plain_ids("Stop")]
     assert await pipeline.encode("<|endoftext|>Stop") == [0, *plain_ids("Stop")]
-
-
-async def test_byte_fallback_tokenizers_round_trip(threads: TextThreads) -> None:
-    pipeline = TextPipeline(make_bundle(byte_fallback_json(), special_tokens={"bos_token": "<s>"}), threads)
-    ids = await pipeline.encode("hello 🛑")
-    assert pipeline.decode(ids) == "hello 🛑"
-    assert b"".join(map(pipeline.token_bytes, ids)) == " hello 🛑".encode()
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff", "\x00", "\u0301" * 500, "👩‍👩‍👧" * 500, " " * 5000, "a" * 5000])

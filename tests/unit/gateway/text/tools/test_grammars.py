@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jsonschema
@@ -12,7 +11,6 @@ from gateway.text.formats import TOOL_FORMATS
 from gateway.text.grammars.grammar import Fragment, any_of, grammar_source
 from gateway.text.grammars.json_schema import json_expression
 from gateway.text.tools.format import Tool
-from gateway.text.tools.prompting import TemplateSupport, conversation
 from shared.messages import MAX_GRAMMAR
 from tests.unit.gateway.text.tools.messages import FORMATS, WHOLE_ANSWERS, Found, read
 from tests.unit.gateway.text.tools.vocabulary import accepts, holds, random_text, special_ids
@@ -210,14 +208,6 @@ def test_calls_in_free_text_parse_and_validate(name: str) -> None:
         check_calls(found, but=("now",))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_marks_without_tokens_are_plain_text(name: str) -> None:
-    text = rendered(name, [("get_weather", {"city": "Oslo"})])
-    form = TOOL_FORMATS[name]
-    for fragment in (form.call_grammar(TOOLS, {}, parallel=True), form.free_grammar(TOOLS, {}, parallel=True)):
-        assert accepts(fragment, text, tokens=False)
-
-
 def test_mistral_writes_a_space_or_an_id() -> None:
     """Covers SentencePiece tokenizers, and v11's, which has a token for the mark of an id."""
     for name, text in (
@@ -233,14 +223,3 @@ def test_mistral_writes_a_space_or_an_id() -> None:
         assert read_message(name, text) == Found("", [("now", "{}")], 1)
     without = {mark: token_id for mark, token_id in special_ids().items() if mark != "[CALL_ID]"}
     assert not accepts(TOOL_FORMATS["mistral_named"].call_grammar(TOOLS, without, parallel=True), text)
-
-
-def test_earlier_messages_are_rendered_as_the_model_writes() -> None:
-    """Applies to templates that do not support calls."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    said, tools = conversation(
-        [{"role": "assistant", "content": None, "tool_calls": [call]}], None, TOOL_FORMATS["json"], TemplateSupport()
-    )
-    assert tools is None
-    assert accepts(TOOL_FORMATS["json"].call_grammar(TOOLS, {}, parallel=False), said[0]["content"])
-    assert json.loads(said[0]["content"]) == {"name": "now", "arguments": {}}

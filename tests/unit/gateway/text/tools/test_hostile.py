@@ -97,16 +97,6 @@ def is_read(name: str, text: str) -> bool:
     return bool(calls) or len(content) < len(text) - 40
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_no_text_is_lost(name: str) -> None:
-    for what, make in _ENDLESS.items():
-        text = make(600)
-        found = read_with(TOOL_FORMATS[name], text)
-        if not found.calls:
-            assert found.content == text, what
-        assert read_with(TOOL_FORMATS[name], *text) == found, what
-
-
 @pytest.mark.parametrize("name", ["pythonic", "gemma"])
 def test_python_is_not_evaluated(name: str, tmp_path: Path) -> None:
     """CVE-2025-9141: an expression that is not a literal ends the call and is content."""

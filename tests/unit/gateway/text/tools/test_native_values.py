@@ -164,12 +164,6 @@ def test_text_between_tags_is_exact(text: str) -> None:
     }
 
 
-def test_text_between_tags_is_streamed() -> None:
-    parser = new_parser("qwen3_coder")
-    parser.push("<tool_call>\n<function=f>\n<parameter=text>\n")
-    assert [parser.push(piece)[1][0].arguments for piece in ("Hel", "lo")] == ["Hel", "lo"]
-
-
 def test_malformed_calls_between_tags() -> None:
     found = whole("qwen3_coder", "Hi <tool_call>\n<function=f>\n<parameter=text>\nOs")
     assert found == Found("Hi", [("f", '{"text": "Os')], 0)
