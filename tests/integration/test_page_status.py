@@ -6,12 +6,12 @@ import asyncio
 import re
 import time
 from collections import defaultdict
-from contextlib import suppress
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.messages import WorkerStats
+from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.hermes import Answer, ids_of
 from tests.fakes.page import no_surprises, opened, shot
 from tests.fakes.prepared_server import MODEL, PreparedServer
@@ -41,49 +41,17 @@ SHOWN = """({
 })"""
 
 
-class Load:
-    """Streams of clients, and the worker's report of them.
+async def stream(session: aiohttp.ClientSession, question: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "stream": True}
+    async with session.post("/v1/chat/completions", json=body) as response:
+        await response.read()
 
-    Attributes:
-        num_tokens: Number of tokens that the clients received.
-    """
 
-    def __init__(self, server: PreparedServer, session: aiohttp.ClientSession) -> None:
-        self._server = server
-        self._session = session
-        self._reporting = asyncio.create_task(self._report())
-        self._streams: list[asyncio.Task[None]] = []
-        self.num_tokens = 0
-
-    def add(self, number: int, question: str) -> list[asyncio.Task[None]]:
-        added = [asyncio.create_task(self._stream(question)) for _ in range(number)]
-        self._streams += added
-        return added
-
-    async def _stream(self, question: str) -> None:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "stream": True}
-        async with self._session.post(self._server.url + "/v1/chat/completions", json=body) as response:
-            async for line in response.content:
-                self.num_tokens += b'"content"' in line
-
-    async def _report(self) -> None:
-        while True:
-            counters = {"generation_tokens_total": float(self.num_tokens), "prefix_cache_queries_total": 200.0}
-            counters["prefix_cache_hits_total"] = 50.0
-            running = self._server.worker.num_running
-            self._server.worker.stats = WorkerStats(num_running=running, pages_in_use=512, counters=counters)
-            await asyncio.sleep(0.05)
-
-    async def end_streams(self) -> None:
-        for stream in self._streams:
-            stream.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
-
-    async def end(self) -> None:
-        self._reporting.cancel()
-        await self.end_streams()
-        with suppress(asyncio.CancelledError):
-            await self._reporting
+def report(worker: FakeWorker) -> None:
+    """Set the worker's report: its running requests, a growing number of tokens, and constant figures."""
+    tokens = worker.stats.counters.get("generation_tokens_total", 0.0) + 10.0
+    counters = {"generation_tokens_total": tokens, "prefix_cache_queries_total": 200.0, "prefix_cache_hits_total": 50.0}
+    worker.stats = WorkerStats(num_running=worker.num_running, pages_in_use=512, counters=counters)
 
 
 def totals(text):
@@ -126,10 +94,11 @@ def agrees(shown):
     )
 
 
-async def seen(page, condition):
+async def seen(page, worker, condition):
     """Wait until the figures equal /metrics and fulfil the condition; return them."""
     end = time.monotonic() + 50
     while True:
+        report(worker)
         shown = await page.run(SHOWN)
         if shown["cards"] and shown["latencies"] and agrees(shown) and condition(shown):
             return shown
@@ -155,40 +124,36 @@ def has_moved(shown):
     return begun and goes_on and "L" in shown["chart"]
 
 
-def has_stopped(shown):
-    """Return True once the worker's report, which comes later than the gateway's own counts, shows the end."""
-    return (shown["cards"]["Aborted"], shown["cards"]["Running"]) == (str(NUM_ENDLESS), "0")
-
-
 async def test_status_under_load(page):
     # Streams have 16,384 tokens and take half an hour. Faster ones would occupy a slow machine completely.
     with PreparedServer(ANSWERS, max_num_seqs=64, max_model_len=16_384, delay=0.1) as server:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            load = Load(server, session)
-            try:
-                load.add(NUM_ENDLESS, "endless")
-                await opened(page, server)
-                await page.run(RECORD)
-                await page.run("document.getElementById('show-status').click()")
-                first = await seen(page, lambda shown: float(shown["cards"]["Running"]) == NUM_ENDLESS)
-                assert float(first["cards"]["HTTP in flight"]) > NUM_ENDLESS
-                moved = await seen(page, has_moved)
-                assert re.fullmatch(r"[\d.]+ (ms|s)", moved["latencies"]["Inter-token latency"][0])
-                assert moved["workers"][5:] == ["50.0 %", "25.0 %"]
-                await asyncio.gather(*load.add(NUM_SHORT, "short"))
-                after = await seen(page, lambda shown: shown["cards"]["Finished"] == str(NUM_SHORT))
-                for name in ("Time to first token", "Inter-token latency"):
-                    assert int(after["latencies"][name][-1]) > int(moved["latencies"][name][-1])
-                assert after["chart"].count("L") > moved["chart"].count("L")
-                await shot(page, "status")
-                await shot(page, "status", narrow=True)
-                await load.end_streams()
-                last = await seen(page, has_stopped)
-                assert last["cards"]["Failed"] == "0"
-                # Polling stops while the page is hidden.
-                await page.run("document.getElementById('show-chat').click()")
-                await asks_no_more(page)
-                # A busy machine may miss a ping of its worker.
-                no_surprises(page, server, "503 (Service Unavailable)")
-            finally:
-                await load.end()
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(server.url, connector=connector) as session:
+            endless = [asyncio.create_task(stream(session, "endless")) for _ in range(NUM_ENDLESS)]
+            await opened(page, server)
+            await page.run(RECORD)
+            await page.run("document.getElementById('show-status').click()")
+            first = await seen(page, server.worker, lambda shown: float(shown["cards"]["Running"]) == NUM_ENDLESS)
+            assert float(first["cards"]["HTTP in flight"]) > NUM_ENDLESS
+            moved = await seen(page, server.worker, has_moved)
+            assert re.fullmatch(r"[\d.]+ (ms|s)", moved["latencies"]["Inter-token latency"][0])
+            assert moved["workers"][5:] == ["50.0 %", "25.0 %"]
+            await asyncio.gather(*(stream(session, "short") for _ in range(NUM_SHORT)))
+            after = await seen(page, server.worker, lambda shown: shown["cards"]["Finished"] == str(NUM_SHORT))
+            for name in ("Time to first token", "Inter-token latency"):
+                assert int(after["latencies"][name][-1]) > int(moved["latencies"][name][-1])
+            assert after["chart"].count("L") > moved["chart"].count("L")
+            await shot(page, "status")
+            await shot(page, "status", narrow=True)
+            for task in endless:
+                task.cancel()
+            ended = (str(NUM_ENDLESS), "0")
+            last = await seen(
+                page, server.worker, lambda shown: (shown["cards"]["Aborted"], shown["cards"]["Running"]) == ended
+            )
+            assert last["cards"]["Failed"] == "0"
+            # Polling stops while the page is hidden.
+            await page.run("document.getElementById('show-chat').click()")
+            await asks_no_more(page)
+            # A busy machine may miss a ping of its worker.
+            no_surprises(page, server, "503 (Service Unavailable)")
