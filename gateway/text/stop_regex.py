@@ -79,8 +79,23 @@ def check_stop_regexes(given: str | Sequence[str] | None, strings: Sequence[str]
     return expressions
 
 
+CharTest = Callable[[str], bool]
+Condition = Callable[[str | None, str | None], bool]
+"""Condition on a position in the text, from the characters before and after it; None where there is none."""
+
+
 class StopRegexes:
-    """Prepared expressions and stop strings of one request. Each choice has a RegexScanner of its own.
+    """Automaton of the expressions and stop strings of one request. Each choice has a RegexScanner of its own.
+
+    It has states that take a character, forks, and gates that a condition on the position opens.
+
+    Attributes:
+        tests: For each state, the characters that it takes, or None.
+        gates: Conditions of the states that are gates.
+        successors: Following states of each state.
+        closures: For each character state and gate, the states reachable after it without another character or
+            gate, including the final state.
+        begin: The same for the beginning of a match.
 
     Raises:
         InvalidRequestError: An expression is malformed, too large, matches the empty text, or needs a feature that
@@ -91,63 +106,15 @@ class StopRegexes:
         self, expressions: Sequence[str], strings: Sequence[str] = (), *, include_in_output: bool = False
     ) -> None:
         self.include_in_output = include_in_output
-        self.automaton = _Automaton()
-        for expression in (*expressions, *map(re.escape, strings)):
-            self._add(expression)
-        self.automaton.close()
-
-    def _add(self, expression: str) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                parsed = _parser.parse(expression)
-        except (re.error, OverflowError) as error:
-            raise _refusal(str(error)) from None
-        except RecursionError:
-            raise _refusal("it is nested too deep") from None
-        try:
-            self.automaton.add(parsed, _checked_flags(parsed.state.flags))
-        except RecursionError:
-            raise _refusal("it is nested too deep") from None
-
-
-Condition = Callable[[str | None, str | None], bool]
-"""Condition on a position in the text, from the characters before and after it; None where there is none."""
-
-
-class _Automaton:
-    """Automaton with character states, forks, and gates that a condition on the position opens.
-
-    Attributes:
-        tests: For each state, the characters that it takes, or None.
-        gates: Conditions of the states that are gates.
-        successors: Following states of each state.
-        closures: For each character state and gate, the states reachable after it without another character or
-            gate, including the final state.
-        begin: The same for the beginning of a match.
-    """
-
-    def __init__(self) -> None:
         self.tests: list[CharTest | None] = []
         self.gates: dict[int, Condition] = {}
         self.successors: list[list[int]] = []
         self.final = self._state()
-        self._starts: list[int] = []
         self._num_repeats = 0
-
-    def add(self, parsed: Any, flags: int) -> None:
-        """Add an expression that Python's own parser has parsed."""
-        self._starts.append(self._sequence(parsed, flags, self.final))
-
-    def close(self) -> None:
-        """Finish construction.
-
-        Raises:
-            InvalidRequestError: The empty text would match.
-        """
-        if self.final in self._closure(self._starts, through_gates=True):
+        starts = [self._start(expression) for expression in (*expressions, *map(re.escape, strings))]
+        if self.final in self._closure(starts, through_gates=True):
             raise _refusal("an expression matches the empty text")
-        self.begin = self._closure(self._starts)
+        self.begin = self._closure(starts)
         self.closures: list[tuple[int, ...]] = []
         num_transitions = len(self.begin)
         for state, successors in enumerate(self.successors):
@@ -156,6 +123,18 @@ class _Automaton:
             num_transitions += len(self.closures[-1])
             if num_transitions > MAX_TRANSITIONS:
                 raise _refusal(f"its optional parts can follow each other in more than {MAX_TRANSITIONS} ways")
+
+    def _start(self, expression: str) -> int:
+        """Add an expression and return the state with which it begins."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                parsed = _parser.parse(expression)
+            return self._sequence(parsed, _checked_flags(parsed.state.flags), self.final)
+        except (re.error, OverflowError) as error:
+            raise _refusal(str(error)) from None
+        except RecursionError:
+            raise _refusal("it is nested too deep") from None
 
     def _closure(self, states: Iterable[int], *, through_gates: bool = False) -> tuple[int, ...]:
         found: dict[int, None] = {}
@@ -225,9 +204,6 @@ class _Automaton:
             raise _refusal(written_out_refusal(MAX_STATES, "states"))
 
 
-CharTest = Callable[[str], bool]
-
-
 @lru_cache(_MAX_REMEMBERED)
 def _char_test(source: str, flags: int) -> CharTest:
     """Return a test whether a character belongs to a class."""
@@ -239,11 +215,10 @@ def _char_test(source: str, flags: int) -> CharTest:
 class RegexScanner:
     """Filter that passes text on until an expression matches."""
 
-    __slots__ = ("_automaton", "_held", "_include", "_position", "_previous", "_threads", "found")
+    __slots__ = ("_held", "_position", "_previous", "_stops", "_threads", "found")
 
     def __init__(self, stops: StopRegexes) -> None:
-        self._automaton = stops.automaton
-        self._include = stops.include_in_output
+        self._stops = stops
         self._held = ""
         self._position = 0  # of the next character
         self._previous: str | None = None
@@ -274,7 +249,7 @@ class RegexScanner:
         """Return the text that is still held back at the end. `$` matches here."""
         if self.found is not None:
             return ""
-        start = self._open_gates(self._threads, None).get(self._automaton.final)
+        start = self._open_gates(self._threads, None).get(self._stops.final)
         if start is not None:
             return self._end(self._held, start - (self._position - len(self._held)))
         held, self._held = self._held, ""
@@ -289,11 +264,11 @@ class RegexScanner:
         self.found = text[start:]
         self._held = ""
         self._threads = {}
-        return text if self._include else text[:start]
+        return text if self._stops.include_in_output else text[:start]
 
     def _step(self, char: str) -> tuple[int, int] | None:
         """Take a character; return the beginning and end of the first match, if there is one."""
-        automaton, position = self._automaton, self._position
+        automaton, position = self._stops, self._position
         tests, closures, final = automaton.tests, automaton.closures, automaton.final
         # A match that begins here is the last choice for any state.
         threads = dict.fromkeys(automaton.begin, position) | self._threads
@@ -316,7 +291,7 @@ class RegexScanner:
 
     def _open_gates(self, threads: dict[int, int], following: str | None) -> dict[int, int]:
         """Return the states and those after the gates whose conditions hold before this character, or at the end."""
-        gates, closures = self._automaton.gates, self._automaton.closures
+        gates, closures = self._stops.gates, self._stops.closures
         threads = dict(threads)
         pending = [state for state in threads if state in gates]
         while pending:
