@@ -125,19 +125,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
         keys = _Keys()
         value = json.loads(text, object_pairs_hook=keys.collect, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"The body is not UTF-8 (byte {error.start}).", code="invalid_json") from None
+        raise _invalid_json(f"The body is not UTF-8 (byte {error.start}).") from None
     except json.JSONDecodeError as error:
-        message = f"The body is not valid JSON (line {error.lineno}, column {error.colno})."
-        raise InvalidRequestError(message, code="invalid_json") from None
+        raise _invalid_json(f"The body is not valid JSON (line {error.lineno}, column {error.colno}).") from None
     except (ValueError, RecursionError):
-        message = "The body is not valid JSON: a number is too long, or the nesting is too deep."
-        raise InvalidRequestError(message, code="invalid_json") from None
+        raise _invalid_json("The body is not valid JSON: a number is too long, or the nesting is too deep.") from None
     if not isinstance(value, dict):
-        raise InvalidRequestError("The body must be a JSON object.", code="invalid_json")
+        raise _invalid_json("The body must be a JSON object.")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_too_deep(value):
         raise InvalidRequestError(f"The body is nested deeper than {MAX_DEPTH} objects and arrays.", code="too_deep")
     keys.check(value)
     return value
+
+
+def _invalid_json(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, code="invalid_json")
 
 
 def _check_structure(body: bytes) -> None:
@@ -201,7 +203,7 @@ class _Keys:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise InvalidRequestError(f"{name} is not a JSON number.", code="invalid_json")
+    raise _invalid_json(f"{name} is not a JSON number.")
 
 
 def convert(value: object, kind: type[Struct], place: str = "") -> Struct:

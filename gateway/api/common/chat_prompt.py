@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.common.fields import ChatFields, TokenizeFields, invalid, unsupported
+from gateway.api.common.fields import ChatFields, TokenizeFields, check_num_entries, invalid, unsupported
 from gateway.api.common.messages import check_template_kwargs, template_messages
 from gateway.api.common.reasoning import effort_variables
 from gateway.api.common.tools import tool_request
@@ -93,8 +93,7 @@ def _continued_content(last: Mapping[str, Any], fields: ChatFields | TokenizeFie
 
 
 def _check_documents(documents: Sequence[Mapping[str, Any]], entry: ModelEntry) -> None:
-    if len(documents) > MAX_DOCUMENTS:
-        raise invalid("documents", f"has {len(documents)} entries; at most {MAX_DOCUMENTS} are allowed.")
+    check_num_entries("documents", len(documents), MAX_DOCUMENTS)
     if not entry.pipeline.takes_documents:
         raise unsupported(
             "documents", "are not supported by this model: its chat template does not read them. Leave them out."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.common.fields import invalid
+from gateway.api.common.fields import check_num_entries, invalid
 from gateway.api.common.options import RequestOptions
 from gateway.cluster.registry import ModelEntry
 from shared.errors import ContextLengthError
@@ -49,8 +49,7 @@ def split_prompts(prompt: str | list[Any], name: str = "prompt", max_prompts: in
         raise invalid(name, "must not be empty.")
     if isinstance(prompt, str) or _is_token_list(prompt):
         return [prompt]
-    if len(prompt) > max_prompts:
-        raise invalid(name, f"has {len(prompt)} entries; at most {max_prompts} are allowed.")
+    check_num_entries(name, len(prompt), max_prompts)
     is_text = all(isinstance(entry, str) for entry in prompt)
     if not is_text and not all(isinstance(entry, list) and _is_token_list(entry) for entry in prompt):
         raise invalid(

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.api.common.fields import MAX_INT32, check_range, invalid, unsupported
+from gateway.api.common.fields import MAX_INT32, check_choice, check_range, invalid, unsupported
 from gateway.cluster.registry import ModelEntry
 from shared.sampling_params import ThinkingBudget
 
@@ -34,8 +34,7 @@ def effort_variables(effort: str, given: Mapping[str, Any], entry: ModelEntry) -
         InvalidRequestError: The effort is unknown, the template reads neither variable although there is something to
             turn on or off, or the fields contradict each other.
     """
-    if effort not in EFFORTS:
-        raise invalid("reasoning_effort", f"must be one of {', '.join(EFFORTS)}.")
+    check_choice("reasoning_effort", effort, EFFORTS)
     known = entry.pipeline.template_variables
     values: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in known}
     if "reasoning_effort" in known and (effort != "none" or not values):

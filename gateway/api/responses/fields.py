@@ -185,22 +185,20 @@ def without_refused(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequestError: A refused field has another value.
     """
+    kept = {name: dict(value) if isinstance(value, dict) else value for name, value in body.items()}
     for path, refusal in REFUSED.items():
         outer, _, name = path.rpartition(".")
-        for place, holder in _holders(body, outer):
+        for place, holder in _holders(kept, outer):
             value = holder.get(name)
             # `==` alone would accept 0 for False.
             if value is not None and not any(value == one and type(value) is type(one) for one in refusal.accepted):
                 raise _refused_error(f"{place}.{name}" if place else name, refusal)
-    kept = {name: value for name, value in body.items() if name not in REFUSED}
-    for path in REFUSED:
-        outer, _, name = path.rpartition(".")
-        if outer and not outer.endswith("[]") and isinstance(kept.get(outer), dict):
-            kept[outer] = {key: value for key, value in kept[outer].items() if key != name}
+            if not outer.endswith("[]"):
+                holder.pop(name, None)
     return kept
 
 
-def _holders(body: Mapping[str, Any], outer: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _holders(body: dict[str, Any], outer: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each object that may have the field, with its path."""
     name = outer.removesuffix("[]")
     found = body.get(name) if name else body

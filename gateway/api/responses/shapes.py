@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from shared.messages import TokenLogprobs
 
 Event = tuple[str, dict[str, Any]]
 """Type of an event without its prefix `response.`, and its fields."""
+_TEXT_KINDS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Type of the content of each item that has content parts."""
 
 
 def response_head(fields: ResponseFields, identifier: str, created: int, tier: str | None) -> dict[str, Any]:
@@ -194,7 +196,6 @@ class ResponseEvents:
     def _add_reasoning(self, text: str) -> Iterator[Event]:
         if self._kind != "reasoning":
             yield from self._open("reasoning", {"summary": [], "content": []})
-            yield "content_part.added", self._place | {"part": _reasoning_part("")}
         self._pieces.append(text)
         yield "reasoning_text.delta", self._place | {"delta": text}
 
@@ -210,7 +211,6 @@ class ResponseEvents:
     def _add_message_text(self, text: str) -> Iterator[Event]:
         if self._kind != "message":
             yield from self._open("message", {"role": "assistant", "content": []})
-            yield "content_part.added", self._place | {"part": _text_part("", [])}
         logprobs: list[dict[str, Any]] = []
         if self.names is not None:
             logprobs = chat_logprobs(self._pending_logprobs, self.names)
@@ -253,37 +253,34 @@ class ResponseEvents:
         self._item = {"id": new_item_id(kind, self.gateway_index), "type": kind, "status": "in_progress", **fields}
         self.response["output"].append(self._item)
         yield "output_item.added", {"output_index": len(self.response["output"]) - 1, "item": dict(self._item)}
+        if kind in _TEXT_KINDS:
+            yield "content_part.added", self._place | {"part": self._part("")}
 
     def _close(self, status: str) -> Iterator[Event]:
         item = self._item
         if item is None:
             return
         text = "".join(self._pieces)
-        if item["type"] == "message":
-            part = _text_part(text, self._logprobs)
-            yield "output_text.done", self._place | {"text": text, "logprobs": self._logprobs}
-            yield "content_part.done", self._place | {"part": part}
-            item["content"] = [part]
-        elif item["type"] == "reasoning":
-            yield "reasoning_text.done", self._place | {"text": text}
-            yield "content_part.done", self._place | {"part": _reasoning_part(text)}
-            item["content"] = [_reasoning_part(text)]
-            if self.packs_reasoning:
-                item["encrypted_content"] = packed_reasoning(text)
-        else:
+        if (text_kind := _TEXT_KINDS.get(item["type"])) is None:
             yield "function_call_arguments.done", self._item_place | {"name": item["name"], "arguments": text}
             item["arguments"] = text
+        else:
+            part = self._part(text)
+            logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
+            yield f"{text_kind}.done", self._place | {"text": text, **logprobs}
+            yield "content_part.done", self._place | {"part": part}
+            item["content"] = [part]
+            if self.packs_reasoning and item["type"] == "reasoning":
+                item["encrypted_content"] = packed_reasoning(text)
         item["status"] = status
         yield "output_item.done", {"output_index": len(self.response["output"]) - 1, "item": item}
         self._item, self._pieces, self._logprobs = None, [], []
 
-
-def _text_part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
+    def _part(self, text: str) -> dict[str, Any]:
+        """Return the content of the open message or reasoning."""
+        if self._kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
 
 def _error(error: PeltonError) -> dict[str, Any]:
