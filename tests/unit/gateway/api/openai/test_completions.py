@@ -81,7 +81,7 @@ async def test_models_without_marks_and_texts_that_are_too_long(threads):
     with pytest.raises(InvalidRequestError):
         await fill_in_middle("a", "b", half)
     pipeline = TextPipeline(with_marks(byte_level_json(), FAMILIES["qwen"]), threads)
-    for prefix, suffix, param in (("a" * 100_000, "b", "prompt"), ("a", "b" * 100_000, "suffix")):
+    for prefix, suffix, param in (("a" * 5_000_000, "b", "prompt"), ("a", "b" * 5_000_000, "suffix")):
         with pytest.raises(ContextLengthError) as refused:
             await fill_in_middle(prefix, suffix, pipeline, max_tokens=50)
         assert refused.value.param == param
