@@ -30,6 +30,7 @@ _TOO_MANY = re.compile(r"[\s}]+")
 """White space, and surplus closing braces that models write."""
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END)
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 """Constants in earlier calls as templates write them, and models after them."""
 _TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
@@ -101,45 +102,19 @@ class HermesParser(JsonCallParser):
         message.complete_call()
 
     def _read_value(self, types: _Types | None) -> Steps[bool]:
-        """Read a value and its end, without the line breaks around it."""
-        yield from self.source.accept("\n")
-        value = _Value(self, types)
-        if not (yield from self.source.text_until((PARAMETER_END,), value.add)):
-            value.give_up()
-            return False
-        value.finish()
-        return True
-
-
-class _Value:
-    """Conversion of a value to JSON: of text as it arrives, of other values when they are complete."""
-
-    def __init__(self, parser: HermesParser, types: _Types | None) -> None:
-        self._sink = parser.message.arguments
-        self._types = types
-        self._is_text = types == _TEXT
-        self._line_break = ""
-        self._pieces: list[str] = []
-        if self._is_text:
-            self._sink('"')
-
-    def add(self, text: str) -> None:
-        """Add text to the value."""
-        text = self._line_break + text
-        self._line_break = "\n" if text.endswith("\n") else ""
-        text = text.removesuffix("\n")
-        if self._is_text:
-            self._sink(_escaped(text))
+        """Read a value and its end, without the line breaks around it. Text is shown as it arrives."""
+        source, sink = self.source, self.message.arguments
+        yield from source.accept("\n")
+        if types == _TEXT:
+            sink('"')
+            ended = yield from source.text_until(_VALUE_ENDS, lambda text: sink(_escaped(text)))
+            sink('"' if ended else "")
         else:
-            self._pieces.append(text)
-
-    def finish(self) -> None:
-        """Complete the value."""
-        self._sink('"' if self._is_text else _as_json("".join(self._pieces), self._types))
-
-    def give_up(self) -> None:
-        """Abandon a value that does not end."""
-        self._sink(_escaped(self._line_break) if self._is_text else "".join(self._pieces) + self._line_break)
+            pieces: list[str] = []
+            ended = yield from source.text_until(_VALUE_ENDS, pieces.append)
+            value = "".join(pieces)
+            sink(_as_json(value, types) if ended else value)
+        return ended != ""
 
 
 def _escaped(text: str) -> str:
