@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.backends.gpu import TritonOps
 from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.common.tolerances import TOLERANCES
@@ -220,30 +219,3 @@ def test_checkpoint_logits_equal_plain_torch(
         assert float((ours.float() - expected.float()).abs().mean()) < 0.02 * largest
         return
     torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02 * largest)
-
-
-class TritonCodes(DecoderOps):
-    """Ops with norms and activations by Triton, and attention by plain torch."""
-
-    def __init__(self, device: torch.device) -> None:
-        ops = TritonOps(device)
-        self.add_rms_norm = ops.add_rms_norm  # type: ignore[method-assign]
-        self.activation_and_mul = ops.activation_and_mul  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("kind", ["fp8 static", slow("compressed int8")])
-def test_codes_written_by_triton_match_its_products(
-    tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check mean logits only: a different rounding changes a code by up to a sixteenth."""
-    write(tmp_path / "m", kind)
-    found = []
-
-    def scheme(place: Placement, raws: list[RawWeight], *, unrounded: bool = False) -> Any:
-        return DenseScheme(place.dtype, place.device) if raws[0].plain else scheme_for(raws, place.device)
-
-    monkeypatch.setattr(Placement, "scheme", scheme)
-    for ops in (DecoderOps(), TritonCodes(device)):
-        monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, ops=ops, **__: ops)
-        found.append(logits(opened(tmp_path / "m"), device).float())
-    assert float((found[1] - found[0]).abs().mean()) < 0.01 * float(found[0].abs().max())

@@ -182,25 +182,3 @@ def test_a_step_without_tokens(device: torch.device) -> None:
     ops = TritonOps(device)
     prepared = ops.prepare_attention(inputs, step.geometry)
     assert ops.paged_attention(step.qkv[:0], step.pages, prepared, step.layer).shape == (0, 3 * 64)
-
-
-def test_remaining_ops_equal_the_reference(device: torch.device) -> None:
-    ops, reference = TritonOps(device), DecoderOps()
-    generator = torch.Generator().manual_seed(0)
-    table, delta, residual = (torch.randn((5, 96), generator=generator).to(device) for _ in range(3))
-    weight = torch.rand(96, generator=generator).to(device)
-    ids = torch.tensor([3, 0, 4], dtype=torch.int32, device=device)
-    results = []
-    for each in (ops, reference):
-        stream = residual.clone()
-        results.append(
-            [
-                each.embed(ids, table, 1.5, torch.float32),
-                each.add_rms_norm(delta, stream, weight, 1e-5, torch.float32),
-                each.activation_and_mul(delta, "silu"),
-                stream,
-            ]
-        )
-    relative, absolute = TOLERANCES[torch.float32]
-    for actual, wanted in zip(*results):
-        torch.testing.assert_close(actual, wanted, rtol=relative, atol=absolute)

@@ -320,42 +320,6 @@ def first_row(inputs, times=1):
     return replace(inputs, key=inputs.key[:, :1].expand(2, times), **rows)
 
 
-def test_sequences_have_the_target_distribution(cpu):
-    """Check pairs of tokens over two drafts and one more token, each depending on the previous token.
-
-    The last row of the logits is the initial state.
-    """
-    generator = torch.Generator().manual_seed(0)
-    target, draft = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)
-    parameters = (1.3, 0, 0.9, 0.0)
-    inputs = [of_seeds(parameters, position) for position in (10, 11, 12)]
-    of_target = reference.probabilities(target, first_row(inputs[0], 6))
-    of_draft = cpu.probabilities(draft, first_row(inputs[0], 6))
-    before = torch.full((NUM_SEEDS,), 5)
-    drafts, sampled = [], []
-    for j in range(3):
-        ids = torch.full_like(before, -1) if j == 2 else sampling.sample(draft[before], inputs[j])
-        sampled.append(cpu.reject(target[before], inputs[j], DraftInputs(ids, of_draft, before)))
-        drafts.append(ids)
-        before = ids
-    bounds = torch.arange(0, 3 * NUM_SEEDS + 1, 3, dtype=torch.int32)
-    kept, accepted = cpu.verify(torch.stack(sampled, 1).flatten(), torch.stack(drafts, 1).flatten(), bounds)
-    kept = kept.view(-1, 3)
-    assert torch.equal(kept.sum(1).int(), accepted + 1)
-    assert all((accepted == count).any() for count in range(3))
-    first, second, third = sampled
-    # After a rejected first draft, the next step samples the second token.
-    following = cpu.reject(target[first], of_seeds(parameters, 11), DraftInputs(torch.full_like(first, -1)))
-    second = torch.where(kept[:, 1], second, following)
-    pairs = torch.bincount(first * 5 + second, minlength=25).double()
-    exact = (of_target[5].unsqueeze(1) * of_target[:5]).flatten() * NUM_SEEDS
-    statistic, limit = chi_squared(pairs, exact)
-    assert statistic < limit
-    ends = torch.bincount((second * 5 + third)[kept[:, 2]], minlength=25).double().view(5, 5)
-    statistic, limit = chi_squared(ends.flatten(), (ends.sum(1, keepdim=True) * of_target[:5]).flatten())
-    assert statistic < limit * 1.2  # 5 sums come from the sample itself
-
-
 def test_invalid_tensors_are_rejected(device):
     logits, inputs, drafts = make_rejection(SamplingCase("", 5, 40, 1.0, CASES[0].rows))
     ops = TritonSpeculativeOps(device)

@@ -53,15 +53,6 @@ def test_only_idle_loop_blocks(worker: Worker) -> None:
     assert worker.transport.waits == []
 
 
-def test_idle_steps_execute_no_plan(worker: Worker) -> None:
-    worker.client().complete("a")
-    worker.run_until_idle()
-    count = len(worker.executor.plans)
-    for _ in range(10):
-        worker.engine.step()
-    assert len(worker.executor.plans) == count
-
-
 def test_stalled_loop_waits_briefly_and_finally_fails(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     client = worker.client()
     monkeypatch.setattr(worker.scheduler, "schedule", lambda: None)
@@ -216,21 +207,6 @@ def test_stop_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch
     thread.start()
     while not worker.transport.waits:
         threading.Event().wait(0.001)
-    worker.engine.stop()
-    thread.join(30)
-    assert not thread.is_alive()
-
-
-def test_message_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = worker.client()
-    monkeypatch.setattr(engine_module, "IDLE_WAIT_SECONDS", 3600.0)
-    worker.transport.patient = True
-    thread = threading.Thread(target=worker.engine.run, daemon=True)
-    thread.start()
-    while not worker.transport.waits:
-        threading.Event().wait(0.001)
-    client.submit("a", max_tokens=3, ignore_eos=True)
-    assert ends(client, [("a", 0)]) == {(FinishReason.LENGTH, None)}
     worker.engine.stop()
     thread.join(30)
     assert not thread.is_alive()

@@ -11,19 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.backends.select import sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
-from tests.fakes.late_device import LateDevice
 from tests.fakes.processes import alive
 from tests.unit.worker.executor.prompts import PROMPTS, prefill_plan, settings_maker
-from worker.executor import build, models, resolve
+from worker.executor import resolve
 from worker.executor.build import build_executor
 from worker.executor.executor import ExecutorError
-from worker.executor.profile import measure_step
 from worker.executor.ranks import RankGroup, check_parallel_size
 from worker.model.loading.open_model import open_model
-from worker.parallel import ParallelContext
 from worker.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 ROOT = Path(__file__).parents[4]
@@ -222,22 +218,3 @@ def test_a_quantized_cache_holds_more_pages_and_serves(settings, kv_cache_dtype)
 def test_deterministic_float32_on_the_cpu_is_rejected(settings):
     with pytest.raises(ConfigurationError, match="deterministic on the CPU needs --dtype bfloat16"):
         start(settings(deterministic=True, dtype="float32"))
-
-
-@pytest.mark.parametrize("tokens,seqs", [(64, 4), (16, 16), (500, 2)])
-def test_the_profile_run_uses_the_real_runner(settings, tiny_folder, tokens, seqs):
-    config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs)
-    resolve.prepare_process(config)
-    files = open_model(str(tiny_folder), Path("/nonexistent"))
-    ops = sampling_ops(torch.device("cpu"), 1)
-    device = LateDevice()
-    loaded = models.load_models(config, files, None, device, ParallelContext())
-    pages = []
-
-    def make_execute(plan):
-        pages.append(plan.num_pages)
-        return build.make_runner(config, loaded, plan, ops, device).execute
-
-    room = measure_step(device, config, max_model_len=256, num_groups=1, make_execute=make_execute)
-    assert pages == [1]
-    assert room > 0  # the launch memory of graphs, because the CPU counts no tensors

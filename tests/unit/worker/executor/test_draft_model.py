@@ -171,22 +171,6 @@ def test_probabilities_are_of_the_unfiltered_distribution_at_the_rows_temperatur
         assert drafted[row].probabilities == pytest.approx(expected.tolist(), rel=1e-4)
 
 
-def test_drafts_are_not_counted_for_penalties_nor_reported(models, late):
-    """The target's tokens and log-probabilities are the same with a draft step before each step and without."""
-    sampling = greedy(temperature=0.8, frequency_penalty=0.7, repetition_penalty=1.2, logprobs=1)
-    expected = continued(models[0], PROMPTS[0], 7, sampling)
-    pair = Pair(models[0], models[0], late=late)
-    said = [pair.enter(0, PROMPTS[0], sampling)]
-    for _ in range(6):
-        num_known = len(PROMPTS[0]) + len(said)
-        pair.draft((0, 0, num_known, 6))
-        step = pair.plan(scheduled=[ScheduledTokens(0, num_known - 1, 1, True)])
-        (token,) = pair.runner.execute(step).sampled
-        assert token.logprobs is not None
-        said.append(token.token_id)
-    assert said == expected
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
 def test_a_broken_draft_does_not_affect_the_target(models, late, value):
     pair = Pair(models[0], load(poisoned(value)), late=late)

@@ -15,7 +15,7 @@ from tests.fakes.engine_harness import make_submit
 from tests.fakes.engine_harness import make_submit as make_plain_submit
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
 from tests.fakes.pairs import pairwise
-from tests.fakes.tiny_server import MAX_MODEL_LEN, TinyServer, submits, tiny_spec, tiny_weights
+from tests.fakes.tiny_server import MAX_MODEL_LEN, TinyServer, tiny_spec, tiny_weights
 from tests.unit.worker.executor.outcomes import all_features, all_features_alone, outcome, run_staggered
 from worker.drafting.proposal import Proposal, Source
 from worker.requests.request import Request
@@ -185,17 +185,3 @@ def test_non_finite_drafts_do_not_affect_other_tokens(late, monkeypatch):
     assert outcome(server) == outcome(plain)
     assert guessed.spec_decode_num_draft_tokens_total >= 4
     assert guessed.invalid_logits_total == 0
-
-
-def test_a_greedy_draft_equal_to_the_target_is_accepted_fully(monkeypatch):
-    server = TinyServer(monkeypatch, late=False, speculation=speculation(POSITIONS), num_pages=120)
-    draft_always(monkeypatch, server)
-    plain = TinyServer(monkeypatch, late=False, num_pages=120)
-    for one in (server, plain):
-        for submit in submits(5, sampling_params=({"temperature": 0.0, "ignore_eos": True},)):
-            one.add(submit)
-        one.drain()
-    assert outcome(server) == outcome(plain)
-    counters = server.scheduler.counters
-    assert counters.spec_decode_num_accepted_tokens_total == counters.spec_decode_num_draft_tokens_total > 20
-    assert len(set(counters.accepted_per_position[: MAX_DRAFTS - 1])) <= 3

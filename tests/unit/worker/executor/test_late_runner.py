@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from shared.messages import FinishReason
 from tests.fakes.engine_harness import make_submit
 from tests.fakes.tiny_server import TinyServer, submits, tiny_spec
 from tests.unit.worker.executor.outcomes import (
@@ -84,18 +83,3 @@ def test_padding_rows_write_no_sampled_ids(monkeypatch):
     assert (rows._unused_position, 0, 0) in padded[-6:]
     tokens = rows._token_ids
     assert rows._unused_position == tokens.shape[1] - 1 == server.scheduler.config.max_model_len
-
-
-def test_masks_that_permit_no_token_fail_only_their_request(monkeypatch):
-    server = TinyServer(monkeypatch, num_pages=60, max_num_seqs=4)
-    fine, other = submits(2)
-    clash = {"max_tokens": 9, "allowed_token_ids": (5, 6), "bad_words": ((5,), (6,)), "ignore_eos": True}
-    server.add(fine)
-    server.add(make_submit("clash", [3, 4, 5], sampling=clash))
-    server.add(other)
-    server.drain()
-    finish = server.finishes["clash", 0]
-    assert finish.reason is FinishReason.ERROR and finish.code == "invalid_request"
-    assert not server.tokens["clash", 0]
-    assert {server.finishes[submit.request_id, 0].reason for submit in (fine, other)} == {FinishReason.LENGTH}
-    assert server.scheduler.counters.invalid_logits_total == 0

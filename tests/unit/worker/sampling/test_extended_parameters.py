@@ -12,9 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.backends.reference import SamplingOps
-from kernels.ops.sampling import inputs
 from tests.unit.worker.sampling.helpers import SmallSampler, assert_distribution, logits_like
-from worker import plan
 from worker.plan import ScheduledTokens, StepPlan
 
 # Compiling these takes 8 s of processor time if the cache is empty.
@@ -266,15 +264,6 @@ def test_mirostat_continues_from_the_reported_state(version, ops):
     assert text[3:] == whole
 
 
-def test_a_failed_row_keeps_its_mirostat_target(ops):
-    small = SmallSampler(ops=ops)
-    small.add(0, temperature=1.0, mirostat=2, mirostat_tau=3.0)
-    small.add(1, temperature=1.0, typical_p=0.5)
-    tokens = small.sample(torch.full((2, 40), math.nan), [0, 1], [3, 3])
-    assert tokens.token_ids.tolist() == [-1, -1]
-    assert tokens.mu.tolist()[0] == 6.0
-
-
 def test_rows_with_fewer_bad_words_ignore_old_entries(ops):
     small = SmallSampler(ops=ops)
     small.add(0, temperature=0.0, bad_words=((5,),))
@@ -309,10 +298,6 @@ def test_nothing_is_compiled_while_serving(compiled_ops):
             fill(small, kinds[first : first + max_num_seqs])
             walk(small, rows, [logits_like(1, rows=len(rows))])
     assert [len(function.signatures) for function in compiled] == before
-
-
-def test_scheduler_and_sampler_use_the_same_id_for_no_permitted_token():
-    assert plan.NOTHING_LEFT == inputs.NOTHING_LEFT
 
 
 def test_a_new_request_replaces_the_lists_of_its_row(ops):

@@ -113,19 +113,6 @@ def test_a_new_request_resets_its_row(ops):
         assert [small.ids(logits, [0], [position])[0] for position in (1, 2)] == [4, 6]
 
 
-def test_a_failed_row_does_not_affect_others(ops):
-    small = SmallSampler(ops=ops)
-    small.add(0, temperature=0.0)
-    small.add(1, temperature=1.0, frequency_penalty=1.0, logprobs=2)
-    small.add(2, temperature=0.0, logprobs=1)
-    logits = logits_like(5, rows=3)
-    logits[1, 7] = float("nan")
-    tokens = small.sample(logits, [0, 1, 2], [3, 3, 3])
-    ids, logprobs = tokens.token_ids, tokens.logprobs
-    assert ids.tolist() == [logits[0].argmax().item(), -1, logits[2].argmax().item()]
-    assert logprobs is not None and logprobs.logprobs.isfinite().all()
-
-
 def test_a_row_whose_every_token_is_masked_fails(ops):
     small = SmallSampler(vocab_size=2, ops=ops)
     small.add(0, token_ids=[0], eos=[0, 1], temperature=0.0, ignore_eos=True)

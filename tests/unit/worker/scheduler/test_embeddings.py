@@ -53,23 +53,6 @@ def test_embedding_takes_only_the_steps_of_its_prompt(length, pooling, depth):
     assert counters.discarded_tokens_total == 0
 
 
-def test_concurrent_streams_equal_their_solo_texts(pooling, depth):
-    harness = Harness(depth=depth, max_num_batched_tokens=16)
-    texts = [make_submit(f"t{number}", PROMPT[number : number + 7], sampling=TEXT) for number in range(2)]
-    for submit in texts:
-        harness.add(submit)
-    for _ in range(4):
-        harness.step()
-    embedded = [make_submit(f"e{number}", PROMPT[: 20 + number], pooling=pooling) for number in range(2)]
-    harness.run(*embedded)
-    for submit in texts:
-        harness.expect_solo(submit)
-    for submit in embedded:
-        expect_embedding(harness, submit)
-    mixed = [{item.sample for item in plan.scheduled} for plan in harness.executor.plans]
-    assert {True, False} in mixed
-
-
 def test_prefix_cache_serves_last_token_but_not_mean_pooling():
     harness = Harness()
     for number, pooling in enumerate(("last", "last", "mean", "mean")):
@@ -178,18 +161,6 @@ def test_abort_between_chunks_frees_everything(pooling, depth):
     again = make_submit("b", PROMPT, pooling=pooling)
     harness.run(again)
     expect_embedding(harness, again)
-
-
-def test_waiting_embedding_expires_at_its_deadline():
-    now = [0.0]
-    harness = Harness(max_num_seqs=1, clock=lambda: now[0])
-    harness.add(make_submit("t", PROMPT[:4], sampling=TEXT))
-    harness.step()
-    harness.add(make_submit("e", PROMPT[:4], pooling="last", deadline=5.0))
-    now[0] = 6.0
-    harness.drain()
-    assert harness.finishes["e", 0].code == "deadline_exceeded"
-    assert harness.finishes["t", 0].reason is FinishReason.LENGTH
 
 
 def test_embeddings_ignore_sampling_parameters_and_drafts(pooling):

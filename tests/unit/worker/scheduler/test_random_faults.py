@@ -204,13 +204,13 @@ def _num_requests() -> int:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_ten_thousand_aborts_free_everything(depth):
+def test_thousands_of_aborts_free_everything(depth):
     before = _num_requests()
     rng = random.Random(depth)
     harness = Harness(depth=depth)
     scheduler = harness.scheduler
     live: list[str] = []
-    for number in range(10_000):
+    for number in range(3000):
         name = f"r{number}"
         scheduler.add(make_submit(name, _SYSTEM[: rng.randrange(1, 22)], num_choices=1 + number % 2, deadline=1e9))
         live.append(name)
@@ -226,6 +226,6 @@ def test_ten_thousand_aborts_free_everything(depth):
         FinishReason.STOP,
         FinishReason.LENGTH,
     }
-    assert len(harness.finishes) == 15_000
+    assert len(harness.finishes) == 4500
     # Deadline entries stay few, however many requests there were.
     assert _num_requests() - before <= 200
