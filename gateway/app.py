@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from gateway.api.anthropic import routes as messages
@@ -32,7 +32,7 @@ from gateway.api.responses.answers import (
 from gateway.api.responses.fields import InputTokensFields, ItemsQuery, ResponseFields, RetrieveQuery
 from gateway.http.app_keys import SERVICES, Services
 from gateway.http.auth import Scope
-from gateway.http.route import BetaQuery, Handler, Route
+from gateway.http.route import BetaQuery, Route
 from gateway.middleware import Middleware
 from gateway.openapi import ROUTE_TABLE, openapi
 from gateway.siblings import relayed
@@ -41,50 +41,37 @@ from gateway.stores.responses import ResponseStore
 _SWEEP_SECONDS = 30.0
 
 
-def _get(path: str, handler: Handler, answer: type[msgspec.Struct] | str | None, **more: Any) -> Route:
-    return Route("GET", path, handler, Scope.INFERENCE, None, answer, **more)
+_get = partial(Route, "GET", scope=Scope.INFERENCE)
+_post = partial(Route, "POST", scope=Scope.INFERENCE)
+_delete = partial(Route, "DELETE", scope=Scope.INFERENCE)
+_public = partial(Route, "GET", scope=Scope.PUBLIC)
 
-
-def _public(path: str, handler: Handler, answer: type[msgspec.Struct] | str | None = None, **more: Any) -> Route:
-    return Route("GET", path, handler, Scope.PUBLIC, None, answer, **more)
-
-
-def _post(
-    path: str, handler: Handler, body: type[msgspec.Struct] | None, answer: type[msgspec.Struct], **more: Any
-) -> Route:
-    return Route("POST", path, handler, Scope.INFERENCE, body, answer, **more)
-
-
-def _delete(path: str, handler: Handler, answer: type[msgspec.Struct]) -> Route:
-    return Route("DELETE", path, handler, Scope.INFERENCE, None, answer)
-
-
-_RESPONSE_EVENTS = {"streams": True, "events": ResponseEvent}
+_RESPONSE_EVENTS: dict[str, Any] = {"streams": True, "events": ResponseEvent}
 
 FOLLOW_UPS = (
     _delete("/v1/requests/{id}", ops.abort_request, answers.AbortAnswer),
     _get("/v1/responses/{id}", responses.get_response, ResponseAnswer, **_RESPONSE_EVENTS, query=RetrieveQuery),
     _delete("/v1/responses/{id}", responses.delete_response, ResponseDeletedAnswer),
-    _post("/v1/responses/{id}/cancel", responses.cancel_response, None, ResponseAnswer),
+    _post("/v1/responses/{id}/cancel", responses.cancel_response, ResponseAnswer),
     _get("/v1/responses/{id}/input_items", responses.list_input_items, InputItemsAnswer, query=ItemsQuery),
     _get("/v1/streams/{id}", resume_stream, "text/event-stream", headers=("Last-Event-ID",)),
 )
 """Routes that are forwarded to the gateway process that holds the object which the id names."""
 
-_GENERATES = {"streams": True, "admitted": True}
+_GENERATES: dict[str, Any] = {"streams": True, "admitted": True}
 
 ROUTES = (
-    _post("/v1/chat/completions", chat_completions, ChatFields, answers.ChatAnswer, **_GENERATES),
-    _post("/v1/completions", completions, CompletionFields, answers.CompletionAnswer, **_GENERATES),
-    _post("/v1/embeddings", embeddings, EmbeddingFields, answers.EmbeddingAnswer, admitted=True),
-    _post("/v1/chat/completions/render", tokenize.render_chat, ChatFields, answers.RenderAnswer),
-    _post("/v1/completions/render", tokenize.render_completion, CompletionFields, answers.RenderAnswer),
-    _post("/v1/messages", messages.create_message, MessagesFields, MessageAnswer, **_GENERATES, query=BetaQuery),
-    _post("/v1/messages/count_tokens", messages.count_tokens, ConversationFields, TokenCountAnswer, query=BetaQuery),
+    _post("/v1/chat/completions", chat_completions, answers.ChatAnswer, ChatFields, **_GENERATES),
+    _post("/v1/completions", completions, answers.CompletionAnswer, CompletionFields, **_GENERATES),
+    _post("/v1/embeddings", embeddings, answers.EmbeddingAnswer, EmbeddingFields, admitted=True),
+    _post("/v1/chat/completions/render", tokenize.render_chat, answers.RenderAnswer, ChatFields),
+    _post("/v1/completions/render", tokenize.render_completion, answers.RenderAnswer, CompletionFields),
+    _post("/v1/messages", messages.create_message, MessageAnswer, MessagesFields, **_GENERATES, query=BetaQuery),
+    _post("/v1/messages/count_tokens", messages.count_tokens, TokenCountAnswer, ConversationFields, query=BetaQuery),
     _post(
-        "/v1/responses", responses.create_response, ResponseFields, ResponseAnswer, **_RESPONSE_EVENTS, admitted=True
+        "/v1/responses", responses.create_response, ResponseAnswer, ResponseFields, **_RESPONSE_EVENTS, admitted=True
     ),
-    _post("/v1/responses/input_tokens", responses.count_input_tokens, InputTokensFields, InputTokensAnswer),
+    _post("/v1/responses/input_tokens", responses.count_input_tokens, InputTokensAnswer, InputTokensFields),
     _get(
         "/v1/models", models.list_models, answers.ModelListAnswer, anthropic_answer=ModelPageAnswer, query=ModelsQuery
     ),
@@ -95,8 +82,8 @@ ROUTES = (
         anthropic_answer=ModelInfoAnswer,
         query=BetaQuery,
     ),
-    _post("/tokenize", tokenize.tokenize, TokenizeFields, answers.TokenizeAnswer),
-    _post("/detokenize", tokenize.detokenize, DetokenizeFields, answers.DetokenizeAnswer),
+    _post("/tokenize", tokenize.tokenize, answers.TokenizeAnswer, TokenizeFields),
+    _post("/detokenize", tokenize.detokenize, answers.DetokenizeAnswer, DetokenizeFields),
     _public("/health", ops.health, answers.StatusAnswer),
     _public("/ready", ops.ready, answers.StatusAnswer, failures=(503,)),
     _public("/version", ops.version, answers.VersionAnswer),

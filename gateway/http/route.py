@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, TypeVar, cast
@@ -52,9 +52,9 @@ class Route:
         method: HTTP method.
         path: Path pattern of aiohttp.
         handler: Coroutine function that answers the request.
-        scope: Scope that the API key must have.
-        body: Struct that decodes the request body.
         answer: Struct that describes the response, or its media type; None for any JSON object.
+        body: Struct that decodes the request body.
+        scope: Scope that the API key must have.
         streams: True if the response may be an event stream instead.
         events: Structs of the stream's data; None if they are not described.
         headers: Request headers that the route reads besides those of every route.
@@ -69,9 +69,9 @@ class Route:
     method: str
     path: str
     handler: Handler
-    scope: Scope
-    body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | str | None = None
+    body: type[msgspec.Struct] | None = None
+    scope: Scope = field(kw_only=True)
     streams: bool = False
     events: UnionType | None = None
     headers: tuple[str, ...] = ()

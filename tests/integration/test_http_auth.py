@@ -20,7 +20,7 @@ async def _whoami(request: web.Request) -> web.StreamResponse:
     return web.json_response({"tenant": request[IDENTITY].tenant})
 
 
-ADMIN_ROUTE = Route("POST", "/admin/thing", _whoami, Scope.ADMIN)
+ADMIN_ROUTE = Route("POST", "/admin/thing", _whoami, scope=Scope.ADMIN)
 
 
 @pytest.fixture

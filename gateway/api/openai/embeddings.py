@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
@@ -12,7 +11,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from gateway.api.common.fields import RequestFields, check_range, invalid, parse_fields
+from gateway.api.common.fields import RequestFields, check_choice, check_range, invalid, parse_fields
 from gateway.api.common.options import accounting, check_request_fields, max_text_tokens
 from gateway.api.common.prepare import find_model
 from gateway.api.common.prompts import (
@@ -51,30 +50,13 @@ class EmbeddingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
     normalize: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VectorParams:
-    """Parameters of the vectors of one request.
-
-    Attributes:
-        pooling: Pooling of the hidden states.
-        dimensions: Number of a vector's first values that are kept.
-        normalize: True to divide the kept values by their L2 norm.
-        as_base64: True for base64 of little-endian float32 instead of a list of numbers.
-    """
-
-    pooling: Pooling
-    dimensions: int
-    normalize: bool
-    as_base64: bool
-
-
 async def embeddings(request: web.Request) -> web.StreamResponse:
     """Return the vectors of one or several texts or lists of token ids."""
     fields = parse_fields(await read_json(request), EmbeddingFields)
     check_request_fields(fields)
     priority, tier = accounting(fields)
     entry, identity = find_model(request, fields.model), request[IDENTITY]
-    params = vector_params(fields, entry.facts)
+    pooling = pooling_of(fields, entry.facts)
     inputs = await embedding_inputs(fields, entry)
     identifier = new_id("embd-", request.app[SERVICES].gateway_index)
     salt = request.app[SERVICES].salts.derive(identity.key_hash, fields.cache_salt)
@@ -89,12 +71,12 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
             priority=priority,
             affinity=fields.prompt_cache_key or "",
             speculative=False,
-            pooling=params.pooling,
+            pooling=pooling,
         )
         for index, ids in enumerate(inputs)
     ]
     log.debug("submit", response_id=identifier, prompts=len(requests), n=1)
-    shape = partial(shaped_vector, params=params, hidden_size=entry.facts.hidden_size)
+    shape = partial(shaped_vector, fields=fields, hidden_size=entry.facts.hidden_size)
     # The response has no id: the request is aborted by the id of the HTTP request.
     with request.app[SERVICES].drain.named((request[REQUEST_ID],), identity.key_hash):
         vectors = await embed(request.app[SERVICES].generator, requests, entry.facts, shape)
@@ -113,28 +95,20 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     return json_response(response)
 
 
-def vector_params(fields: EmbeddingFields, facts: WorkerFacts) -> VectorParams:
-    """Check the fields on vectors.
+def pooling_of(fields: EmbeddingFields, facts: WorkerFacts) -> Pooling:
+    """Return the pooling of the hidden states, after checking the fields on vectors.
 
     Raises:
         InvalidRequestError: A field is invalid; the error names it.
     """
     if not facts.hidden_size:
         raise InvalidRequestError("This model does not support embeddings.", param="model")
-    if fields.encoding_format not in (None, *ENCODINGS):
-        raise invalid("encoding_format", f"must be {' or '.join(ENCODINGS)}.")
-    pooling = _POOLINGS.get(facts.pooling if fields.pooling is None else fields.pooling)
-    if pooling is None:
-        raise invalid("pooling", f"must be {' or '.join(_POOLINGS)}.")
-    dimensions = facts.hidden_size
+    check_choice("encoding_format", fields.encoding_format, (None, *ENCODINGS))
     if fields.dimensions is not None:
-        dimensions = check_range("dimensions", fields.dimensions, 1, facts.hidden_size)
-    return VectorParams(
-        pooling=pooling,
-        dimensions=dimensions,
-        normalize=fields.normalize is not False,
-        as_base64=fields.encoding_format == "base64",
-    )
+        check_range("dimensions", fields.dimensions, 1, facts.hidden_size)
+    pooling = facts.pooling if fields.pooling is None else fields.pooling
+    check_choice("pooling", pooling, _POOLINGS)
+    return _POOLINGS[pooling]
 
 
 async def embedding_inputs(fields: EmbeddingFields, entry: ModelEntry) -> list[list[int]]:
@@ -196,14 +170,14 @@ def _cut_between(ids: list[int], plain: list[int], keep: int, side: str | None) 
     return cut(ids, keep, side)
 
 
-def shaped_vector(embedding: bytes, params: VectorParams, hidden_size: int) -> str | orjson.Fragment:
+def shaped_vector(embedding: bytes, fields: EmbeddingFields, hidden_size: int) -> str | orjson.Fragment:
     """Return an embedding as the response shows it: cut, then normalized (L2), then encoded.
 
     Numbers are written as the shortest that round to the same float32.
 
     Args:
         embedding: `hidden_size` values, little-endian float32.
-        params: Parameters of the vectors.
+        fields: The request.
         hidden_size: The model's hidden size.
 
     Raises:
@@ -212,12 +186,12 @@ def shaped_vector(embedding: bytes, params: VectorParams, hidden_size: int) -> s
     if len(embedding) != 4 * hidden_size:
         raise InternalError("The worker sent an embedding of another size.")
     # No square of a float32 overflows float64.
-    values = np.frombuffer(embedding, "<f4")[: params.dimensions].astype(np.float64)
+    values = np.frombuffer(embedding, "<f4")[: fields.dimensions].astype(np.float64)
     length = math.sqrt(np.dot(values, values))
     if not math.isfinite(length):
         raise InternalError("The model's embedding has values that are not finite.")
-    if params.normalize and length > 0.0:
+    if fields.normalize is not False and length > 0.0:
         values /= length
-    if params.as_base64:
+    if fields.encoding_format == "base64":
         return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
     return orjson.Fragment(orjson.dumps(values.astype(np.float32), option=orjson.OPT_SERIALIZE_NUMPY))
