@@ -28,20 +28,26 @@ def shared_port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
+def children(pid: int) -> set[int]:
+    """Return the running child processes of a process."""
+    stats = {int(path.name): _stat(path.name) for path in Path("/proc").glob("[0-9]*")}
+    return {child for child, fields in stats.items() if fields[0] not in "ZX" and fields[1] == str(pid)}
+
+
 def alive(pids: Iterable[int]) -> set[int]:
     """Return the processes that have not ended.
 
     A zombie counts as ended, because pid 1 of a container may not reap it.
     """
-    found = set()
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state not in "ZX":
-            found.add(pid)
-    return found
+    return {pid for pid in pids if _stat(pid)[0] not in "ZX"}
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; X is the state of a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", ""]
 
 
 def listening_url(log: str) -> str | None:

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.server import wait_until
 from tests.fakes.prepared_server import PreparedServer
-from tests.fakes.processes import alive
-
-
-def children(pid: int) -> set[int]:
-    """Return the process ids of a gateway's grammar processes."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
-            if len(fields) > 2 and fields[0] != "Z" and int(fields[1]) == pid:
-                found.add(int(entry.name))
-        except OSError:
-            continue
-    return found
+from tests.fakes.processes import alive, children
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

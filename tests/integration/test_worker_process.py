@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +40,7 @@ from shared.messages import (
     encode_message,
 )
 from shared.sampling_params import SamplingParams
-from tests.fakes.processes import alive
+from tests.fakes.processes import alive, children
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
 from tests.fakes.tokenizers import characters_json
 
@@ -53,10 +52,10 @@ CACHE = Path(__file__).parents[2] / ".pytest_cache" / "numba"
 class Process:
     """Worker process and its socket directory."""
 
-    def __init__(self, run: Path, model: Path, *args: str, pass_fds: tuple[int, ...] = (), **env: str) -> None:
-        self.run = run
-        self.log = run.parent / "worker.log"
-        command = [sys.executable, "-m", "worker", "--model", str(model), "--runtime-dir", str(run)]
+    def __init__(self, directory: Path, model: Path, *args: str, pass_fds: tuple[int, ...] = (), **env: str) -> None:
+        self.directory = directory
+        self.log = directory.parent / "worker.log"
+        command = [sys.executable, "-m", "worker", "--model", str(model), "--runtime-dir", str(directory)]
         command += ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-kv-pages", "8192"]
         command += ["--max-num-seqs", "8", "--cache-dir", str(CACHE), *args]
         with self.log.open("ab") as log:
@@ -72,7 +71,7 @@ class Process:
         """Return the endpoint once the worker listens."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            if self.output().count("worker_ready") and (found := sockets.list_worker_endpoints(self.run)):
+            if self.output().count("worker_ready") and (found := sockets.list_worker_endpoints(self.directory)):
                 return found[-1]
             assert self.popen.poll() is None, self.output()
             time.sleep(0.02)
@@ -110,11 +109,11 @@ class Gateway:
                 news.append(output)
         return message
 
-    def hello(self) -> Welcome:
+    def hello(self) -> None:
         self.send(Hello(PROTOCOL_VERSION, "gateway"))
         message = self.receive()
         assert isinstance(message, Welcome) and message.epoch == self.epoch
-        return message
+        self.facts = message.facts
 
     def ping(self, nonce: int = 1) -> Pong:
         """Send a Ping and wait for the Pong."""
@@ -139,8 +138,9 @@ class Gateway:
             )
         )
 
-    def first_token(self, request_id: str) -> None:
-        """Wait until a request has begun."""
+    def begin(self, request_id: str, max_tokens: int = 100_000) -> None:
+        """Submit a request and wait for its first token."""
+        self.submit(request_id, max_tokens)
         while not self.outputs.get(request_id):
             self.receive()
 
@@ -158,11 +158,6 @@ class Gateway:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model with a long context, so that a request runs as long as a test needs."""
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": LONG_CONTEXT}))
@@ -170,20 +165,12 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run() -> Iterator[Path]:
-    """Return a short path, since a socket's path is limited."""
-    with tempfile.TemporaryDirectory(prefix="pelton-") as directory:
-        path = Path(directory) / "r"
-        path.mkdir(mode=0o700)
-        yield path
-
-
-@pytest.fixture
-def start(run: Path, model: Path) -> Iterator[Callable[..., Process]]:
+def start(directory: Path, model: Path) -> Iterator[Callable[..., Process]]:
+    """Return a function that starts a worker."""
     processes: list[Process] = []
 
     def make(*args: str, **options) -> Process:
-        processes.append(Process(run, options.pop("model", model), *args, **options))
+        processes.append(Process(directory, options.pop("model", model), *args, **options))
         return processes[-1]
 
     yield make
@@ -193,17 +180,18 @@ def start(run: Path, model: Path) -> Iterator[Callable[..., Process]]:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[[str], Gateway]]:
-    gateways: list[Gateway] = []
-    with zmq.Context() as context:
+def serve(start) -> Iterator[Callable[..., tuple[Process, Gateway]]]:
+    """Return a function that starts a worker and connects a gateway to it."""
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
 
-        def make(endpoint: str) -> Gateway:
-            gateways.append(Gateway(context, endpoint))
-            return gateways[-1]
+        def make(*args: str, **options) -> tuple[Process, Gateway]:
+            process = start(*args, **options)
+            gateway = Gateway(context, process.endpoint())
+            stack.callback(gateway.socket.close, 0)
+            gateway.hello()
+            return process, gateway
 
         yield make
-        for gateway in gateways:
-            gateway.socket.close(0)
 
 
 class Marker:
@@ -216,10 +204,9 @@ class Marker:
         return (os.mkdir, (str(self.path),))
 
 
-def test_serves_and_ends(start, connect, run: Path, tmp_path: Path, long_model: Path) -> None:
-    process = start(model=long_model)
-    gateway = connect(process.endpoint())
-    facts = gateway.hello().facts
+def test_serves_and_ends(serve, directory: Path, tmp_path: Path) -> None:
+    process, gateway = serve()
+    facts = gateway.facts
     assert facts.model_names == ["tiny"]
     assert (facts.tool_call_parser, facts.reasoning_parser) == ("auto", "auto")
     assert (facts.vocab_size, facts.max_model_len, facts.device) == (CONFIG["vocab_size"], LONG_CONTEXT, "cpu")
@@ -234,8 +221,7 @@ def test_serves_and_ends(start, connect, run: Path, tmp_path: Path, long_model: 
     gateway.submit("a")
     assert gateway.finish("a").reason is FinishReason.LENGTH
     assert len(gateway.text("a")) == 6
-    gateway.submit("b", 100_000)
-    gateway.first_token("b")
+    gateway.begin("b")
     gateway.send(Cancel("b"))
     assert gateway.finish("b").reason is FinishReason.ABORT
     # The tokenizer has no bytes.
@@ -247,17 +233,16 @@ def test_serves_and_ends(start, connect, run: Path, tmp_path: Path, long_model: 
     stats = gateway.ping(2).stats
     assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
     assert process.end() == 0
-    assert list(run.iterdir()) == []
+    assert list(directory.iterdir()) == []
     said = process.output()
     assert 0 < said.index("loading") < said.index("worker_ready") and "Traceback" not in said
 
 
-def test_grammars_are_followed_and_flags_reach_the_facts(start, connect, tmp_path: Path) -> None:
+def test_grammars_are_followed_and_flags_reach_the_facts(serve, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     (folder / "tokenizer.json").write_bytes(characters_json())
-    process = start("--tool-call-parser", "hermes", "--reasoning-parser", "none", model=folder)
-    gateway = connect(process.endpoint())
-    facts = gateway.hello().facts
+    process, gateway = serve("--tool-call-parser", "hermes", "--reasoning-parser", "none", model=folder)
+    facts = gateway.facts
     assert (facts.tool_call_parser, facts.reasoning_parser) == ("hermes", "none")
     text = Tokenizer.from_str(characters_json().decode())
     for number in range(3):
@@ -273,12 +258,9 @@ def test_grammars_are_followed_and_flags_reach_the_facts(start, connect, tmp_pat
     assert "Traceback" not in process.output()
 
 
-def test_sigterm_finishes_running_requests_and_refuses_new_ones(start, connect) -> None:
-    process = start()
-    gateway = connect(process.endpoint())
-    gateway.hello()
-    gateway.submit("long", 240)
-    gateway.first_token("long")
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(serve) -> None:
+    process, gateway = serve()
+    gateway.begin("long", 240)
     process.popen.send_signal(signal.SIGTERM)
     count = 0
     # Refused from the moment the signal is handled; requests accepted before finish normally.
@@ -293,12 +275,9 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(start, connect) 
     assert codes <= {None, "service_unavailable"}
 
 
-def test_a_second_signal_ends_the_worker_immediately(start, connect, long_model: Path) -> None:
-    process = start(model=long_model)
-    gateway = connect(process.endpoint())
-    gateway.hello()
-    gateway.submit("long", 100_000)
-    gateway.first_token("long")
+def test_a_second_signal_ends_the_worker_immediately(serve) -> None:
+    process, gateway = serve()
+    gateway.begin("long")
     process.popen.send_signal(signal.SIGINT)
     # Two pending signals merge into one, so the first must have been handled.
     count = 0
@@ -312,31 +291,28 @@ def test_a_second_signal_ends_the_worker_immediately(start, connect, long_model:
     assert process.end(None) == 0
 
 
-def test_a_worker_ends_with_its_supervisor(start, connect, run: Path, long_model: Path) -> None:
+def test_a_worker_ends_with_its_supervisor(serve, directory: Path) -> None:
     read_end, write_end = os.pipe()
-    process = start(model=long_model, pass_fds=(read_end,), PELTON_SUPERVISOR_FD=str(read_end))
+    process, gateway = serve(pass_fds=(read_end,), PELTON_SUPERVISOR_FD=str(read_end))
     os.close(read_end)
-    gateway = connect(process.endpoint())
-    gateway.hello()
-    gateway.submit("long", 100_000)
-    gateway.first_token("long")
+    gateway.begin("long")
     os.close(write_end)
     assert gateway.finish("long").code == "service_unavailable"
     assert process.end(None) == 0
-    assert list(run.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
-def test_a_loading_worker_ends_with_its_supervisor(start, run: Path) -> None:
+def test_a_loading_worker_ends_with_its_supervisor(start, directory: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(write_end)
     process = start(pass_fds=(read_end,), PELTON_SUPERVISOR_FD=str(read_end))
     os.close(read_end)
     assert process.end(None) == 1
     assert "worker_ready" not in process.output()
-    assert list(run.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
-def test_a_signal_ends_a_loading_worker(start, run: Path) -> None:
+def test_a_signal_ends_a_loading_worker(start, directory: Path) -> None:
     process = start()
     status = Path(f"/proc/{process.popen.pid}/status")
     # Python handles SIGINT during imports, until the worker installs its handler.
@@ -345,24 +321,21 @@ def test_a_signal_ends_a_loading_worker(start, run: Path) -> None:
             time.sleep(0.005)
     assert process.end(signal.SIGINT) in (0, -signal.SIGINT)
     assert "Traceback" not in process.output()
-    assert list(run.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
-def test_a_worker_removes_sockets_of_its_predecessors(start, connect, run: Path) -> None:
+def test_a_worker_removes_sockets_of_its_predecessors(serve, directory: Path) -> None:
     stale, other = (
-        sockets.worker_endpoint(run, index, epoch).removeprefix("ipc://")
+        sockets.worker_endpoint(directory, index, epoch).removeprefix("ipc://")
         for index, epoch in ((0, "0000aaaa"), (1, "0000abcd"))
     )
     # A killed worker leaves its socket; another worker listens on its own.
     with socket.socket(socket.AF_UNIX) as killed, zmq.Context() as own, own.socket(zmq.ROUTER) as neighbour:
         killed.bind(stale)
         neighbour.bind(f"ipc://{other}")
-        process = start()
-        process.endpoint()
-        names = {path.name for path in run.iterdir()}
+        process, gateway = serve()
+        names = {path.name for path in directory.iterdir()}
         assert Path(stale).name not in names and len(names) == 2 and Path(other).name in names
-        gateway = connect(next(found for found in sockets.list_worker_endpoints(run) if "worker-0-" in found))
-        gateway.hello()
         gateway.submit("a")
         assert gateway.finish("a").reason is FinishReason.LENGTH
         assert process.end() == 0
@@ -376,12 +349,12 @@ for arguments in json.load(sys.stdin):
 """
 
 
-def test_unusable_configuration_is_one_sentence_and_exit_code_1(run: Path, tmp_path: Path) -> None:
+def test_unusable_configuration_is_one_sentence_and_exit_code_1(directory: Path, tmp_path: Path) -> None:
     broken = write_tiny_model(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     cases = {"/nowhere/model.gguf": "/nowhere/model.gguf", str(broken): "model.safetensors", "--oops": "oops"}
-    started = [["--runtime-dir", str(run), "--device", "cpu", model] for model in cases]
+    started = [["--runtime-dir", str(directory), "--device", "cpu", model] for model in cases]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, "check": True}
     output = subprocess.run([sys.executable, "-c", STARTS], input=json.dumps(started), **options).stderr
     assert "Traceback" not in output
@@ -391,44 +364,29 @@ def test_unusable_configuration_is_one_sentence_and_exit_code_1(run: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_worker_and_its_requests(start, connect, run: Path, long_model: Path) -> None:
-    process = start("--tensor-parallel-size", "2", model=long_model)
-    gateway = connect(process.endpoint())
-    gateway.hello()
-    gateway.submit("long", 100_000)
-    gateway.first_token("long")
+def test_a_killed_rank_ends_the_worker_and_its_requests(serve, directory: Path) -> None:
+    process, gateway = serve("--tensor-parallel-size", "2")
+    gateway.begin("long")
     ranks = children(process.popen.pid)
     assert len(ranks) == 1
-    os.kill(ranks[0], signal.SIGKILL)
+    os.kill(*ranks, signal.SIGKILL)
     finish = gateway.finish("long")
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "worker_lost")
     assert process.end(None) == 1
     assert not alive(ranks)
-    assert list(run.iterdir()) == []
+    assert list(directory.iterdir()) == []
     assert "Traceback" not in process.output()
 
 
-def test_a_split_worker_exits_with_0_and_leaves_no_rank(start, connect, run: Path) -> None:
-    process = start("--tensor-parallel-size", "2")
-    gateway = connect(process.endpoint())
-    gateway.hello()
+def test_a_split_worker_exits_with_0_and_leaves_no_rank(serve, directory: Path) -> None:
+    process, gateway = serve("--tensor-parallel-size", "2")
     gateway.submit("a")
     assert gateway.finish("a").reason is FinishReason.LENGTH
     ranks = children(process.popen.pid)
     assert ranks
     assert process.end() == 0
     assert not alive(ranks)
-    assert list(run.iterdir()) == []
-
-
-def children(pid: int) -> list[int]:
-    """Return the process ids whose parent is `pid`."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(status.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(status.parent.name))
-    return found
+    assert list(directory.iterdir()) == []
 
 
 def catches_sigint(status: Path) -> bool:
