@@ -108,8 +108,9 @@ def test_a_quantized_cache_is_quantized_for_both(settings, kv_cache_dtype):
     assert drafted == said
 
 
-@pytest.mark.parametrize("acceptance", ["shared_noise", "rejection"])
-@pytest.mark.parametrize(("tokens", "seqs"), [(64, 4), (16, 16), (500, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "acceptance"), [(64, 4, "shared_noise"), (16, 16, "rejection"), (500, 2, "rejection")]
+)
 def test_the_profile_run_includes_the_draft_model(settings, tokens, seqs, acceptance):
     config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs, speculative_acceptance=acceptance)
     resolve.prepare_process(config)

@@ -205,27 +205,6 @@ def test_drafts_change_nothing(num_pages, late, alone, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
-def test_texts_resumed_at_any_position_continue_unchanged(late, alone, monkeypatch):
-    server = TinyServer(monkeypatch, late=late, num_pages=120, constraints=make_constraints())
-    first = submits(NUM_REQUESTS)[0]
-    whole = alone["r0", 0][0]
-    for length in range(len(whole) + 1):
-        server.add(
-            make_submit(
-                f"at {length}",
-                first.token_ids + whole[:length],
-                num_prompt_tokens=len(first.token_ids),
-                sampling=first.sampling,
-                grammar=first.grammar,
-            )
-        )
-    run(server)
-    for length in range(len(whole) + 1):
-        assert server.tokens[f"at {length}", 0] == whole[length:]
-        assert server.finishes[f"at {length}", 0].reason is FinishReason.STOP
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
 def test_a_budget_of_reasoning_inside_a_grammar(late, monkeypatch):
     """`<` and `>` delimit the reasoning."""
     vocabulary = tokenizer().get_vocab()

@@ -6,30 +6,14 @@ import random
 
 import pytest
 
-from worker.kv.manager import KVManager, SequencePages
-
-TOKENS = list(range(100, 122))
-
-
-def make(**options) -> KVManager:
-    return KVManager(**{"num_pages": 12, "page_size": 4, **options})
-
-
-def computed(kv: KVManager, token_ids: list[int], num_drafted: int = 0) -> SequencePages:
-    """Return a sequence whose tokens are all computed, the first `num_drafted` also by the draft model."""
-    sequence = kv.open(b"")
-    kv.adopt(sequence, kv.match_prefix(sequence, token_ids))
-    assert kv.extend(sequence, len(token_ids))
-    kv.commit(sequence, token_ids, len(token_ids))
-    kv.commit_drafted(sequence, num_drafted)
-    kv.check_integrity()
-    return sequence
+from tests.unit.worker.kv.sequences import TOKENS, computed, make_manager
+from worker.kv.manager import SequencePages
 
 
 @pytest.mark.parametrize(("num_drafted", "found"), [(0, 0), (3, 0), (4, 4), (11, 8), (22, 20)])
 def test_prefix_hit_includes_leading_drafted_pages(num_drafted, found):
-    kv = make()
-    first = computed(kv, TOKENS, num_drafted)
+    kv = make_manager()
+    first = computed(kv, TOKENS, num_drafted=num_drafted)
     assert first.num_drafted == num_drafted
     second = computed(kv, TOKENS)
     assert second.num_drafted == found
@@ -40,18 +24,18 @@ def test_prefix_hit_includes_leading_drafted_pages(num_drafted, found):
 
 
 def test_reallocated_page_has_no_draft_mark():
-    kv = make(num_pages=6)
-    kv.free(computed(kv, TOKENS, 22))
+    kv = make_manager(num_pages=6)
+    kv.free(computed(kv, TOKENS, num_drafted=22))
     assert kv.num_cached == 5
-    other = computed(kv, list(range(500, 512)), 0)  # takes the blank page and the last two cached ones
+    other = computed(kv, list(range(500, 512)), num_drafted=0)  # takes the blank page and the last two cached ones
     assert other.num_drafted == 0 and kv.find_drafted(other) == 0
     kv.check_integrity()
     assert computed(kv, TOKENS[:12]).num_drafted == 8
 
 
 def test_blank_pages_lose_draft_marks():
-    kv = make(enable_prefix_caching=False)
-    kv.free(computed(kv, TOKENS, 22))
+    kv = make_manager(enable_prefix_caching=False)
+    kv.free(computed(kv, TOKENS, num_drafted=22))
     sequence = computed(kv, TOKENS)
     assert sequence.num_drafted == kv.find_drafted(sequence) == 0
     kv.commit_drafted(sequence, 9)
@@ -60,9 +44,9 @@ def test_blank_pages_lose_draft_marks():
 
 
 def test_only_leading_drafted_pages_count():
-    kv = make()
+    kv = make_manager()
     first = computed(kv, TOKENS)
-    second = computed(kv, TOKENS[:9], 9)  # marks the first two pages
+    second = computed(kv, TOKENS[:9], num_drafted=9)  # marks the first two pages
     assert (first.num_drafted, kv.find_drafted(first)) == (0, 8)
     kv.free(first)
     kv.free(second)
@@ -77,8 +61,8 @@ def test_only_leading_drafted_pages_count():
     ("num_tokens", "num_drafted", "found"), [(22, 21, 21), (21, 22, 21), (19, 10, 10), (20, 22, 20)]
 )
 def test_fork_inherits_draft_marks(num_tokens, num_drafted, found):
-    kv = make()
-    parent = computed(kv, TOKENS, num_drafted)
+    kv = make_manager()
+    parent = computed(kv, TOKENS, num_drafted=num_drafted)
     child = kv.open(b"")
     copies = kv.fork(parent, child, num_tokens)
     assert len(copies) == (num_tokens % 4 > 0)
@@ -93,7 +77,7 @@ def test_fork_inherits_draft_marks(num_tokens, num_drafted, found):
 
 
 def test_siblings_see_each_others_draft_marks():
-    kv = make()
+    kv = make_manager()
     parent = computed(kv, TOKENS)
     children = [kv.open(b"") for _ in range(3)]
     for child in children:
@@ -105,8 +89,8 @@ def test_siblings_see_each_others_draft_marks():
 
 
 def test_excess_drafted_tokens_are_refused_and_lost_marks_detected():
-    kv = make()
-    sequence = computed(kv, TOKENS, 8)
+    kv = make_manager()
+    sequence = computed(kv, TOKENS, num_drafted=8)
     with pytest.raises(ValueError, match="25 tokens drafted in pages for 24"):
         kv.commit_drafted(sequence, 25)
     kv._drafted.discard(sequence.tables[0][1])
@@ -118,10 +102,10 @@ def test_excess_drafted_tokens_are_refused_and_lost_marks_detected():
 
 
 def test_only_first_group_has_draft_marks():
-    kv = make(num_groups=2)
+    kv = make_manager(num_groups=2)
     # Page 0 has a different position in the second group's table than in the first group's.
     other = computed(kv, list(range(300, 308)))
-    sequence = computed(kv, TOKENS, 22)
+    sequence = computed(kv, TOKENS, num_drafted=22)
     kv.free(other)
     kv.free(sequence)
     assert computed(kv, TOKENS).num_drafted == 20
@@ -130,7 +114,7 @@ def test_only_first_group_has_draft_marks():
 def test_draft_mark_never_outlives_page_content():
     """Compare random operations over few pages with a record of the content that each draft half was computed for."""
     rng = random.Random(5)
-    kv = make(num_pages=14)
+    kv = make_manager(num_pages=14)
     live: list[tuple[SequencePages, list[int]]] = []
     halves: dict[int, tuple[int, ...]] = {}
     hits = 0

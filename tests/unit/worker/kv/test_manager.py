@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.worker.kv.sequences import TOKENS, computed, make_manager
 from worker.kv import prefix_cache
-from worker.kv.manager import KVManager, SequencePages
+from worker.kv.manager import KVManager
 from worker.plan import PageCopy
-
-TOKENS = list(range(100, 122))
-
-
-def _manager(**options) -> KVManager:
-    return KVManager(**{"num_pages": 12, "page_size": 4, **options})
-
-
-def _computed(kv: KVManager, token_ids: list[int], salt: bytes = b"") -> SequencePages:
-    """Return a sequence whose tokens are all computed."""
-    sequence = kv.open(salt)
-    kv.adopt(sequence, kv.match_prefix(sequence, token_ids))
-    assert kv.extend(sequence, len(token_ids))
-    kv.commit(sequence, token_ids, len(token_ids))
-    kv.check_integrity()
-    return sequence
 
 
 def _found(kv: KVManager, token_ids: list[int], salt: bytes = b"") -> int:
@@ -30,8 +15,8 @@ def _found(kv: KVManager, token_ids: list[int], salt: bytes = b"") -> int:
 
 
 def test_match_covers_full_pages_but_never_the_last_token():
-    kv = _manager()
-    kv.free(_computed(kv, TOKENS))
+    kv = make_manager()
+    kv.free(computed(kv, TOKENS))
     assert _found(kv, TOKENS) == 20
     assert _found(kv, TOKENS[:20]) == 16
     assert _found(kv, TOKENS[:7]) == 4
@@ -41,9 +26,9 @@ def test_match_covers_full_pages_but_never_the_last_token():
 
 
 def test_match_shares_pages():
-    kv = _manager()
-    first = _computed(kv, TOKENS)
-    second = _computed(kv, TOKENS)
+    kv = make_manager()
+    first = computed(kv, TOKENS)
+    second = computed(kv, TOKENS)
     assert second.tables[0][:5] == first.tables[0][:5]
     assert kv.pages_in_use == 7
     kv.free(first)
@@ -53,15 +38,15 @@ def test_match_shares_pages():
 
 
 def test_salts_keep_tenants_apart():
-    kv = _manager()
-    kv.free(_computed(kv, TOKENS, b"one"))
+    kv = make_manager()
+    kv.free(computed(kv, TOKENS, b"one"))
     assert _found(kv, TOKENS, b"one") == 20
     assert _found(kv, TOKENS, b"two") == _found(kv, TOKENS) == 0
 
 
 def test_hash_collision_is_a_miss(monkeypatch):
     monkeypatch.setattr("worker.kv.manager.next_page_hash", lambda parent, ids, salt: b"%d" % len(parent))
-    kv = _manager()
+    kv = make_manager()
     sequence = kv.open(b"")
     assert kv.extend(sequence, 8)
     kv.commit(sequence, TOKENS, 8)
@@ -71,8 +56,8 @@ def test_hash_collision_is_a_miss(monkeypatch):
     assert _found(kv, TOKENS, b"salt") == 0
 
 
-def test_pages_are_hashed_only_when_full_and_computed():
-    kv = _manager()
+def test_pages_are_hashed_only_when_full_andcomputed():
+    kv = make_manager()
     sequence = kv.open(b"")
     assert kv.extend(sequence, len(TOKENS))
     assert _found(kv, TOKENS) == 0
@@ -82,8 +67,8 @@ def test_pages_are_hashed_only_when_full_and_computed():
 
 
 def test_prefix_tail_is_evicted_before_its_head():
-    kv = _manager(num_pages=6)
-    kv.free(_computed(kv, TOKENS[:20]))
+    kv = make_manager(num_pages=6)
+    kv.free(computed(kv, TOKENS[:20]))
     other = kv.open(b"")
     assert kv.extend(other, 12)
     kv.check_integrity()
@@ -92,10 +77,10 @@ def test_prefix_tail_is_evicted_before_its_head():
 
 
 def test_pages_of_failed_sequence_are_never_found_again():
-    kv = _manager()
-    kv.free(_computed(kv, TOKENS[:8]))
-    sequence = _computed(kv, TOKENS)
-    sharer = _computed(kv, TOKENS)
+    kv = make_manager()
+    kv.free(computed(kv, TOKENS[:8]))
+    sequence = computed(kv, TOKENS)
+    sharer = computed(kv, TOKENS)
     kv.free(sequence, distrust=True)
     kv.check_integrity()
     assert _found(kv, TOKENS) == 0
@@ -105,7 +90,7 @@ def test_pages_of_failed_sequence_are_never_found_again():
 
 
 def test_extend_without_enough_pages_changes_nothing():
-    kv = _manager(num_pages=3)
+    kv = make_manager(num_pages=3)
     sequence = kv.open(b"")
     assert kv.extend(sequence, 8)
     assert not kv.extend(sequence, 13)
@@ -114,8 +99,8 @@ def test_extend_without_enough_pages_changes_nothing():
 
 
 def test_fits_excludes_cached_pages_of_the_match():
-    kv = _manager(num_pages=5)
-    kv.free(_computed(kv, TOKENS[:16]))
+    kv = make_manager(num_pages=5)
+    kv.free(computed(kv, TOKENS[:16]))
     match = kv.match_prefix(kv.open(b""), TOKENS[:20])
     # 4 of the 5 free pages are the match itself.
     assert kv.fits(20, match)
@@ -125,8 +110,8 @@ def test_fits_excludes_cached_pages_of_the_match():
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_fork_shares_full_pages_and_copies_the_partial_one(num_groups):
-    kv = _manager(num_groups=num_groups)
-    parent = _computed(kv, TOKENS[:10])
+    kv = make_manager(num_groups=num_groups)
+    parent = computed(kv, TOKENS[:10])
     child = kv.open(b"")
     copies = kv.fork(parent, child, 9)
     kv.check_integrity()
@@ -139,16 +124,16 @@ def test_fork_shares_full_pages_and_copies_the_partial_one(num_groups):
 
 
 def test_fork_at_page_boundary_copies_nothing():
-    kv = _manager()
-    parent = _computed(kv, TOKENS[:10])
+    kv = make_manager()
+    parent = computed(kv, TOKENS[:10])
     child = kv.open(b"")
     assert kv.fork(parent, child, 8) == []
     assert child.num_slots == 8
 
 
 def test_match_requires_page_in_all_groups():
-    kv = _manager(num_groups=2)
-    sequence = _computed(kv, TOKENS)
+    kv = make_manager(num_groups=2)
+    sequence = computed(kv, TOKENS)
     kv.free(sequence)
     assert _found(kv, TOKENS) == 20
     kv._caches[1].remove(next(iter(kv._caches[1].pages)))
@@ -156,15 +141,15 @@ def test_match_requires_page_in_all_groups():
 
 
 def test_prefix_caching_can_be_disabled():
-    kv = _manager(enable_prefix_caching=False)
-    kv.free(_computed(kv, TOKENS))
+    kv = make_manager(enable_prefix_caching=False)
+    kv.free(computed(kv, TOKENS))
     assert _found(kv, TOKENS) == 0
     assert kv.num_cached == 0
 
 
 def test_check_integrity_detects_wrong_hash_and_lost_page():
-    kv = _manager()
-    sequence = _computed(kv, TOKENS)
+    kv = make_manager()
+    sequence = computed(kv, TOKENS)
     cache = kv._caches[0]
     page = sequence.tables[0][0]
     entry = cache._entries[page]
@@ -179,7 +164,7 @@ def test_check_integrity_detects_wrong_hash_and_lost_page():
 
 
 def test_repeated_match_reflects_current_cache():
-    kv = _manager(num_pages=6)
+    kv = make_manager(num_pages=6)
     waiting = kv.open(b"")
     assert kv.match_prefix(waiting, TOKENS).num_tokens == 0
     sequence = kv.open(b"")

@@ -35,35 +35,21 @@ def _two(first: list[int], second: list[int], data: bytes = bytes(64)) -> bytes:
     return _raw(json.dumps(entries).encode(), data)
 
 
+# The library checks headers; one case of each of its kinds of errors, and those that once were expensive to detect.
 MALFORMED = {
     "empty": b"",
     "header 2^63": _raw(b"{}", length=2**63),
-    "header over the limit": _raw(b"{}", length=100_000_001),
     "header beyond the file": _raw(b"{}", length=5000),
-    "header empty": _raw(b""),
     "no JSON": _raw(b"{'w': 1}"),
     "not UTF-8": _raw(b'{"\xff": 1}'),
     "deep": _raw(b'{"a":' * 100_000),
-    "same name": _raw(b'{"w":' + json.dumps(GOOD["w"]).encode() + b',"w":1}'),
-    "no object": _raw(b'{"w": [1]}'),
     "dtype": _entry(dtype="F33"),
-    "dtype kind": _entry(dtype=["F32"]),
-    "no dtype": _entry(dtype=None),
-    "shape negative": _entry(shape=[-2, -4]),
-    "shape text": _entry(shape="24"),
-    "shape bool": _entry(shape=[True, 8]),
-    "shape huge": _entry(shape=[2**63, 2]),
     "shape wraps": _entry(shape=[2**32, 2**32, 8]),
-    "shape long": _entry(shape=[1] * 9),
     "shape product": _entry(shape=[2, 5]),
-    "offsets three": _entry(data_offsets=[0, 16, 32]),
     "offsets backwards": _entry(data_offsets=[32, 0]),
-    "offsets negative": _entry(data_offsets=[-32, 0]),
-    "offsets float": _entry(data_offsets=[0, 32.0]),
     "offsets beyond": _entry(data_offsets=[32, 64]),
     "overlap": _two([0, 40], [32, 64]),
     "hole": _two([0, 24], [32, 64]),
-    "rest": _two([0, 24], [24, 48]),
 }
 
 
