@@ -16,6 +16,7 @@ from gateway.text.pipeline import EncodedChat
 from gateway.text.tools.prompting import TemplateSupport
 from shared.errors import ContextLengthError, ModelNotFoundError
 from shared.messages import DraftCounts, TokenLogprobs, WorkerFacts
+from shared.sampling_params import SamplingParams
 from tests.fakes.vectors import HIDDEN_SIZE, vector_of
 
 EOS = 257
@@ -256,10 +257,15 @@ def logprob(token_id: int, value: float | None = -0.5, alternatives: int = 0) ->
     return TokenLogprobs(token_id, value, 1, ids, [(value or 0.0) - offset for offset in range(alternatives)])
 
 
-def spell(text: str, finish: str = "stop", cached: int = 0, drafts: DraftCounts | None = None) -> Script:
+_PLAIN = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
+
+
+def spell(
+    text: str, finish: str = "stop", cached: int = 0, drafts: DraftCounts | None = None
+) -> Callable[..., Iterable[Step]]:
     """Return a script in which each choice yields `text`, one code point per event, and reports `drafts` at the end."""
 
-    def script(request: GenerationRequest) -> Iterable[Step]:
+    def script(request: GenerationRequest = _PLAIN) -> Iterable[Step]:
         wanted = request.sampling.logprobs
         for position, character in enumerate(text):
             for choice in range(request.n):

@@ -130,6 +130,17 @@ def parse_events(raw: bytes) -> list[Any]:
     return events
 
 
+def parse_named_events(raw: bytes) -> list[Any]:
+    """Return the parsed data of each event, without comments; the name of an event is the type in its data."""
+    events: list[Any] = []
+    for block in raw.decode().split("\n\n")[:-1]:
+        if not block.startswith(":"):
+            name, data = block.split("\n")
+            events.append(orjson.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 def assembled(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Assemble the choices of a chat stream in the shape of those of a whole response.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.events import TextDelta
 from shared.errors import InternalError, WorkerLostError
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
@@ -12,7 +12,6 @@ from tests.fakes.fake_generator import EOS, MODEL, FakeGenerator, logprob, spell
 from tests.fakes.http_gateway import parse_events, run_gateway
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "answer", "arguments": '{"of": "all"}'}}
-REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
 
 
 async def test_error_before_the_first_byte_has_its_own_status(gateway):
@@ -45,7 +44,7 @@ async def test_a_bug_is_a_500_without_internals(gateway):
 
 async def test_keepalive_comments_before_and_between_events():
     gate = asyncio.Event()
-    steps = [gate, *spell("ok")(REQUEST)]
+    steps = [gate, *spell("ok")()]
     async with run_gateway(FakeGenerator(lambda _: list(steps)), keepalive_interval=0.05) as gateway:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
         async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body) as response:

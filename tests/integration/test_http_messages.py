@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.flow.events import TextDelta
@@ -17,7 +16,7 @@ from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, Step, facts, spell
-from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, run_gateway
+from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, parse_named_events, run_gateway
 
 FORMATS = ModelFormats(
     reasoning=REASONING_FORMATS["think"],
@@ -48,19 +47,6 @@ def gateway(gateway):
 async def ask(gateway, headers=None, **fields):
     status, body, _ = await gateway.post("/v1/messages", {**BASE, **fields}, **(headers or {}))
     return status, body
-
-
-def events_of(raw: bytes) -> list[dict]:
-    """Check that the type of each event is its name, and return the events."""
-    events = []
-    for block in raw.decode().split("\n\n")[:-1]:
-        if block.startswith(":"):
-            continue
-        name, data = block.split("\n")
-        event = orjson.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
 
 
 def message_of(events: Iterable[dict]) -> dict:
@@ -242,7 +228,7 @@ async def test_max_tokens_0_only_fills_the_cache(gateway):
     status, whole = await ask(gateway, max_tokens=0)
     assert status == 200 and whole["content"] == [] and whole["stop_reason"] == "max_tokens"
     assert whole["usage"]["output_tokens"] == 0 < whole["usage"]["input_tokens"]
-    streamed = message_of(events_of(await gateway.stream_raw("/v1/messages", {**BASE, "max_tokens": 0})))
+    streamed = message_of(parse_named_events(await gateway.stream_raw("/v1/messages", {**BASE, "max_tokens": 0})))
     assert {**streamed, "id": 0} == {**whole, "id": 0}
 
 
@@ -298,7 +284,7 @@ async def test_call_ids_have_anthropics_form_and_are_kept(own, shown):
     generator = FakeGenerator(lambda _: [call])
     async with run_gateway(generator, FakeModels(FakeEntry(formats=FORMATS))) as gateway:
         _, whole = await ask(gateway)
-        (streamed,) = message_of(events_of(await gateway.stream_raw("/v1/messages", BASE)))["content"]
+        (streamed,) = message_of(parse_named_events(await gateway.stream_raw("/v1/messages", BASE)))["content"]
         assert whole["content"] == [streamed] and streamed["id"] == shown
         turn = {"role": "assistant", "content": whole["content"]}
         told = user({"type": "tool_result", "tool_use_id": shown, "content": "Rain."})
@@ -315,7 +301,7 @@ async def test_a_stream_adds_up_to_the_whole_message():
             deltas = random_answer(random.Random(seed))
             generator.script = lambda _, deltas=deltas: deltas
             _, whole = await ask(gateway)
-            streamed = message_of(events_of(await gateway.stream_raw("/v1/messages", BASE)))
+            streamed = message_of(parse_named_events(await gateway.stream_raw("/v1/messages", BASE)))
             assert {**streamed, "id": 0} == {**whole, "id": 0}, seed
             said = "".join(block.get("text", "") for block in whole["content"])
             assert said.split() == "".join(delta.text for delta in deltas).split()

@@ -16,8 +16,8 @@ from gateway.api.common.messages import MAX_MESSAGES
 from gateway.flow.events import TextDelta
 from gateway.http.body import LARGE
 from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels
-from tests.fakes.http_gateway import run_gateway
-from tests.integration.test_http_messages import BASE, CALLED, FORMATS, TOOL, ask, events_of, message_of, text, user
+from tests.fakes.http_gateway import parse_named_events, run_gateway
+from tests.integration.test_http_messages import BASE, CALLED, FORMATS, TOOL, ask, message_of, text, user
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;"
 RESULT = {"type": "tool_result", "tool_use_id": "c1"}
@@ -194,7 +194,7 @@ async def test_omitted_thinking_is_passed_back_to_the_model():
     async with run_gateway(FakeGenerator(lambda _: script), models) as gateway:
         fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
         _, whole = await ask(gateway, **fields)
-        streamed = message_of(events_of(await gateway.stream_raw("/v1/messages", {**BASE, **fields})))
+        streamed = message_of(parse_named_events(await gateway.stream_raw("/v1/messages", {**BASE, **fields})))
         assert streamed["content"] == whole["content"]
         hidden, said = whole["content"]
         assert hidden["thinking"] == "" and hidden["signature"] and said["text"] == "Yes."

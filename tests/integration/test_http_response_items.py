@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.flow.events import TextDelta
 from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from tests.fakes.fake_generator import MODEL, SUPPORT
-from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
+from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, parse_named_events, run_gateway
 from tests.integration.test_http_responses import ask, create
 
 PACKED = ["reasoning.encrypted_content"]
@@ -33,7 +32,7 @@ async def test_an_agent_without_a_store_sends_its_reasoning_back(gateway, stream
     fields: dict[str, Any] = {"store": False, "include": PACKED, "reasoning": {"summary": "auto"}}
     if stream:
         raw = await gateway.stream_raw("/v1/responses", {"model": MODEL, "input": "hi", **fields})
-        events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
+        events = parse_named_events(raw)
         output = events[-1]["response"]["output"]
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         assert done == output

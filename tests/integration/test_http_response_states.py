@@ -14,7 +14,7 @@ from gateway.http.app_keys import SERVICES
 from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
 from tests.fakes.fake_generator import MODEL, SUPPORT
-from tests.fakes.http_gateway import Gateway, run_gateway
+from tests.fakes.http_gateway import Gateway, parse_named_events, run_gateway
 from tests.integration.test_http_responses import TOOL, ask, create
 
 BODY = {"model": MODEL, "input": "hi", "stream": True}
@@ -108,7 +108,7 @@ async def test_readers_of_a_cancelled_response_get_a_last_event(gateway, method,
     assert status == 200
     async with asyncio.timeout(40), await reading as response:
         raw = await response.read()
-    events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
+    events = parse_named_events(raw)
     last = events[-1]
     assert last["type"] == "response.incomplete" and last["response"]["status"] == "cancelled"
     assert last["response"]["incomplete_details"] is None and last["response"]["usage"]["output_tokens"] == said

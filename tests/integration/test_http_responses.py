@@ -8,14 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.events import TextDelta
 from shared.errors import WorkerLostError
-from shared.sampling_params import SamplingParams
 from tests.fakes.fake_generator import MODEL, FakeEntry, FakeModels, facts, spell
 from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, Gateway, run_gateway
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
 
 
 async def create(gateway: Gateway, **fields: Any) -> tuple[int, Any]:

@@ -9,10 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.events import TextDelta
 from gateway.stores.streams import StreamStore
 from shared.errors import UnavailableError, WorkerLostError
-from shared.sampling_params import SamplingParams
 from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
@@ -20,7 +19,6 @@ from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
 TEXT = "Hello, \u2028 you \U0001f600!"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
 RESUMABLE = {"stream_options": {"resumable": True, "include_usage": True}}
-REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
 _EVENT = re.compile(rb"id: (\d+)\ndata: (.*)\n\n")
 
 
@@ -75,7 +73,7 @@ async def test_a_stream_is_resumed_after_any_event(gateway):
 
 
 async def test_a_stream_continues_with_and_without_a_reader(gateway):
-    gate, script = asyncio.Event(), [*spell("ab")(REQUEST)]
+    gate, script = asyncio.Event(), [*spell("ab")()]
     steps = [*script[:1], gate, *script[1:]]
     gateway.generator.script = lambda _: list(steps)
     identifier, seen = await first_events(gateway, 2)
@@ -118,7 +116,7 @@ async def test_failures_are_events_of_the_stream(gateway):
 
 async def test_an_abandoned_stream_is_cancelled_after_its_grace_period():
     streams = StreamStore(max_bytes=1 << 20, grace=0.05)
-    steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
+    steps = [*[*spell("ab")()][:1], asyncio.Event()]
     async with run_gateway(FakeGenerator(lambda _: list(steps)), streams=streams) as gateway:
         identifier, _ = await first_events(gateway, 1)
         assert await gateway.generations_left() == 0
@@ -138,7 +136,7 @@ async def test_a_reader_behind_the_buffer_gets_an_error():
 
 
 async def test_a_shutdown_ends_a_resumable_stream_with_an_error(gateway):
-    steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
+    steps = [*[*spell("ab")()][:1], asyncio.Event()]
     gateway.generator.script = lambda _: list(steps)
     identifier, _ = await first_events(gateway, 1)
     url = f"{gateway.url}/v1/streams/{identifier}"
