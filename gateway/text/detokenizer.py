@@ -8,12 +8,15 @@ decode therefore give the same text, at O(1) per token.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
 from shared.errors import ConfigurationError
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""Token that stands for one byte."""
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 SPACE_MARK = "\u2581"
@@ -105,8 +108,8 @@ def build_token_bytes(tokenizer_config: Mapping[str, Any], vocab: Mapping[str, i
     for token, token_id in vocab.items():
         if byte_level:
             table[token_id] = _byte_level_bytes(token, by_char)
-        elif byte_fallback and (byte := _fallback_byte(token)) is not None:
-            table[token_id] = byte
+        elif byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
+            table[token_id] = bytes.fromhex(found[1])
         else:
             for old, new in replacements:
                 token = token.replace(old, new)
@@ -144,16 +147,6 @@ def _strips_leading_space(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Metaspace":
         return bool(step.get("prepend_scheme", "always") != "never")
     return bool(step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0)
-
-
-def _fallback_byte(token: str) -> bytes | None:
-    """Return the byte that `<0xHH>` stands for."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes.fromhex(token[3:5])
-        except ValueError:
-            return None
-    return None
 
 
 def _byte_level_bytes(token: str, by_char: Mapping[str, int]) -> bytes:

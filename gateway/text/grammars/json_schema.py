@@ -251,16 +251,16 @@ class _Bounder:
         anything = kinds is None
         if not anything and not isinstance(kinds, list):
             return
-        if ("number" in kinds or "integer" in kinds) if kinds is not None else self._bound_any:
-            _bound_number(node, decimals=anything or "number" in (kinds or ()))
-        is_object = "object" in (kinds or ()) or "properties" in node or "patternProperties" in node
-        if self._close_objects and is_object and ("properties" in node or "patternProperties" in node):
+        kinds = kinds or ()
+        if self._bound_any if anything else "number" in kinds or "integer" in kinds:
+            _bound_number(node, decimals=anything or "number" in kinds)
+        if self._close_objects and ("properties" in node or "patternProperties" in node):
             node.setdefault("additionalProperties", False)
         if not self._bound_any:
             return
-        if anything or "object" in (kinds or ()):
+        if anything or "object" in kinds:
             node.setdefault("additionalProperties", self._any())
-        if (anything or "array" in (kinds or ())) and "items" not in node:
+        if (anything or "array" in kinds) and "items" not in node:
             node["items"] = self._any()
 
 
@@ -286,22 +286,14 @@ def _exclude_zero(node: dict[str, Any]) -> None:
 
 
 def _bound_number(node: dict[str, Any], *, decimals: bool) -> None:
-    low = _number(node, "minimum", "exclusiveMinimum")
-    high = _number(node, "maximum", "exclusiveMaximum")
+    low = node.get("minimum", node.get("exclusiveMinimum"))
+    high = node.get("maximum", node.get("exclusiveMaximum"))
     if low is None and (high is None or high > -MAX_NUMBER):
         node["minimum"] = -MAX_NUMBER
     if high is None and (low is None or low < MAX_NUMBER):
         node["maximum"] = MAX_NUMBER
     if decimals and "multipleOf" not in node:
         node["multipleOf"] = 10.0**-NUM_DECIMALS
-
-
-def _number(node: Mapping[str, Any], *names: str) -> float | None:
-    for name in names:
-        value = node.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return value
-    return None
 
 
 def check_strict(schema: Mapping[str, Any], place: str) -> None:

@@ -111,13 +111,10 @@ def instructions(request: ToolRequest, form: ToolFormat) -> str:
 def _with_instructions(messages: list[dict[str, Any]], text: str, support: TemplateSupport) -> list[dict[str, Any]]:
     role = "system" if support.system else "user"
     if messages and messages[0]["role"] == role:
-        first = {**messages[0], "content": _join_instructions(messages[0]["content"], text, role)}
-        return [first, *messages[1:]]
+        content = messages[0]["content"]
+        parts = [content, text] if support.system else [text, content]
+        return [{**messages[0], "content": "\n\n".join(parts)}, *messages[1:]]
     return [{"role": role, "content": text}, *messages]
-
-
-def _join_instructions(content: str, text: str, role: str) -> str:
-    return f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
 
 
 def _converted(
@@ -177,7 +174,9 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for message in messages:
         calls = message.get("tool_calls") or ()
         if message["role"] == "tool":
-            index = next((i for i, call in enumerate(waiting) if _calls_id(call) == message["tool_call_id"]), None)
+            index = next(
+                (i for i, call in enumerate(waiting) if call["tool_calls"][0]["id"] == message["tool_call_id"]), None
+            )
             if index is not None:
                 yield waiting.pop(index)
             yield message
@@ -192,10 +191,6 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         content = None if message["content"] is None else ""
         waiting += [{**message, "content": content, "tool_calls": [call]} for call in calls]
     yield from waiting
-
-
-def _calls_id(message: Mapping[str, Any]) -> str:
-    return str(message["tool_calls"][0]["id"])
 
 
 def _call_id(identifier: str, support: TemplateSupport) -> str:
