@@ -204,10 +204,11 @@ class HttpRunner(ProtocolRunner):
         write_timeout: float,
         max_connections: int,
     ) -> None:
-        timeouts = {"header_timeout": header_timeout, "write_timeout": write_timeout}
         super().__init__(
             app,
-            partial(HttpServer, max_connections=max_connections, **timeouts),
+            partial(
+                HttpServer, header_timeout=header_timeout, write_timeout=write_timeout, max_connections=max_connections
+            ),
             access_log=None,
             handler_cancellation=True,
             # A compressed body is refused by its header. Even an unread body must not be inflated (CVE-2026-54278).
