@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.text.grammars.gbnf_lexing import (
     ASCII,
@@ -65,18 +65,16 @@ def gbnf_to_lark(grammar: str, place: str) -> str:
     return _Writer(_Parser(grammar, place).rules(), place).lark()
 
 
-@dataclass(slots=True)
-class _Rule:
-    """One rule: its body in Lark's syntax, in which zero bytes enclose the names of rules, and its syntax tree."""
+class _Part(NamedTuple):
+    """Rule or part of one: its text in Lark's syntax, with names of rules and tokens in zero bytes, and its tree."""
 
-    body: str = ""
-    node: Node = field(default_factory=lambda: Seq(()))
-    names: set[str] = field(default_factory=set)
-    special: bool = False
+    text: str
+    node: Node
 
-
-_Part = tuple[str, Node]
-"""Part of a rule in Lark's syntax, and its syntax tree."""
+    @property
+    def names(self) -> set[str]:
+        """Names of the rules that it refers to, and special tokens, which begin with a bracket."""
+        return set(self.text.split("\0")[1::2])
 
 
 class _Parser:
@@ -84,10 +82,9 @@ class _Parser:
         self._place = place
         self._tokens = self._split(grammar)
         self._kind, self._text, self._line = next(self._tokens)
-        self._rule = _Rule()
 
-    def rules(self) -> dict[str, _Rule]:
-        rules: dict[str, _Rule] = {}
+    def rules(self) -> dict[str, _Part]:
+        rules: dict[str, _Part] = {}
         while self._kind != "end":
             if self._kind != "define":
                 raise self._error(f"expected a rule (name ::= ...), found {self._shown()}")
@@ -95,9 +92,7 @@ class _Parser:
             if name in rules:
                 raise self._error(f"the rule {name[:64]!r} is defined twice")
             self._next()
-            self._rule = _Rule()
-            self._rule.body, self._rule.node = self._alternatives(0)
-            rules[name] = self._rule
+            rules[name] = self._alternatives(0)
         return rules
 
     def _split(self, grammar: str) -> Iterator[tuple[str, str, int]]:
@@ -125,14 +120,14 @@ class _Parser:
         while (self._kind, self._text) == ("mark", "|"):
             self._next()
             found.append(self._sequence(depth))
-        return " | ".join(text for text, _ in found), Alt(tuple(node for _, node in found))
+        return _Part(" | ".join(part.text for part in found), Alt(tuple(part.node for part in found)))
 
     def _sequence(self, depth: int) -> _Part:
         parts: list[_Part] = []
         while True:
             element = self._element(depth)
             if element is None:
-                return " ".join(text for text, _ in parts) or '""', Seq(tuple(node for _, node in parts))
+                return _Part(" ".join(part.text for part in parts) or '""', Seq(tuple(part.node for part in parts)))
             if self._kind == "repeat":
                 element = self._repeated(element)
             if self._kind == "repeat":
@@ -151,17 +146,15 @@ class _Parser:
             if self._text != ")" or self._kind != "mark":
                 raise self._error("a group is not closed")
             self._next()
-            return f"({inner})", node
+            return _Part(f"({inner})", node)
         if kind == "name":
-            self._rule.names.add(text)
-            return f"\0{text}\0", Ref(text)
+            return _Part(f"\0{text}\0", Ref(text))
         if kind == "special":
-            self._rule.special = True
-            return text, Token()
+            return _Part(f"\0{text}\0", Token())
         if kind == "text":
-            plain = _unescaped(text[1:-1])
-            return json.dumps(plain), text_node(plain)
-        return ("/(?s:.)/", Chars(EVERYTHING)) if text == "." else self._class(text[1:-1])
+            plain = "".join(character for character, _ in _characters(text[1:-1]))
+            return _Part(json.dumps(plain), text_node(plain))
+        return _Part("/(?s:.)/", Chars(EVERYTHING)) if text == "." else self._class(text[1:-1])
 
     def _repeated(self, element: _Part) -> _Part:
         text = "".join(self._text.split())
@@ -173,9 +166,9 @@ class _Parser:
             optional, many = bounds[0] == 0, True
             if text in ("{0}", "{0,0}"):
                 self._next()
-                return '""', Seq(())  # Lark has no such range
+                return _Part('""', Seq(()))  # Lark has no such range
         self._next()
-        return f"{element[0]}{text}", Loop(element[1], optional, many)
+        return _Part(f"{element.text}{text}", Loop(element.node, optional, many))
 
     def _class(self, inner: str) -> _Part:
         negated = inner.startswith("^")
@@ -195,7 +188,7 @@ class _Parser:
         if negated:
             # Characters beyond ASCII may be excluded only in part.
             mask = EVERYTHING & ~(mask & ASCII)
-        return f"/[{'^' if negated else ''}{''.join(parts)}]/", Chars(mask)
+        return _Part(f"/[{'^' if negated else ''}{''.join(parts)}]/", Chars(mask))
 
     def _shown(self) -> str:
         return repr(self._text[:32]) if self._text else "the end"
@@ -205,10 +198,10 @@ class _Parser:
 
 
 class _Writer:
-    def __init__(self, rules: dict[str, _Rule], place: str) -> None:
+    def __init__(self, rules: dict[str, _Part], place: str) -> None:
         self._rules = rules
         for rule in rules.values():
-            unknown = next((name for name in rule.names if name not in rules), None)
+            unknown = next((name for name in rule.names if name not in rules and name[0] != "<"), None)
             if unknown is not None:
                 raise refusal(place, f"there is no rule {unknown[:64]!r}")
         if "root" not in rules:
@@ -230,9 +223,9 @@ class _Writer:
                 continue
             written.add(version)
             name, is_terminal = version
-            uses = {used: is_terminal or used in self._terminals for used in sorted(self._rules[name].names)}
-            pieces = self._rules[name].body.split("\0")
-            pieces[1::2] = [self._name(used, uses[used]) for used in pieces[1::2]]
+            pieces = self._rules[name].text.split("\0")
+            uses = {used: is_terminal or used in self._terminals for used in pieces[1::2] if used in self._rules}
+            pieces[1::2] = [self._name(used, uses[used]) if used in uses else used for used in pieces[1::2]]
             lines.append(f"{self._name(name, is_terminal)}: {''.join(pieces)}")
             waiting += uses.items()
         return "\n".join(lines) + "\n"
@@ -241,27 +234,23 @@ class _Writer:
         return f"G{self._plain[rule].upper()}" if is_terminal else f"g{self._plain[rule]}"
 
 
-def _regular(rules: dict[str, _Rule]) -> set[str]:
+def _regular(rules: dict[str, _Part]) -> set[str]:
     """Return the names of rules that reach no cycle and no special token, computed from the leaves up."""
     users: dict[str, list[str]] = {name: [] for name in rules}
-    waits_for = {name: len(rule.names) for name, rule in rules.items()}
     for name, rule in rules.items():
-        for used in rule.names:
+        for used in rule.names & rules.keys():
             users[used].append(name)
-    ready = [name for name, rule in rules.items() if not rule.names and not rule.special]
+    waits_for = {name: len(rule.names) for name, rule in rules.items()}
+    ready = [name for name, count in waits_for.items() if not count]
     regular: set[str] = set()
     while ready:
         name = ready.pop()
         regular.add(name)
         for user in users[name]:
             waits_for[user] -= 1
-            if waits_for[user] == 0 and not rules[user].special:
+            if not waits_for[user]:
                 ready.append(user)
     return regular
-
-
-def _unescaped(text: str) -> str:
-    return "".join(character for character, _ in _characters(text))
 
 
 def _characters(text: str) -> list[tuple[str, bool]]:
