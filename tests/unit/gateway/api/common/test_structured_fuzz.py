@@ -69,7 +69,7 @@ OUTPUTS = st.one_of(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.lists(OUTPUTS, min_size=8, max_size=8))
 def test_no_value_is_the_servers_fault(outputs):
     async def check_all() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -174,23 +173,13 @@ async def test_special_tokens_are_those_of_the_model(checker):
     assert "1000" in await refusal(checker, "start: <[1000]>", vocabulary)
 
 
-async def test_a_grammar_seen_before_costs_little(checker, asked):
-    source = of_json({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(50)}})
-    await checker.check(source)
-    fastest = 1.0
-    for _ in range(20):
-        began = time.thread_time()
-        await checker.check(source)
-        fastest = min(fastest, time.thread_time() - began)
-    assert fastest < 0.001 and asked == [source]
-
-
-async def test_waiting_requests_share_one_check_which_survives_cancellation(checker, asked):
+async def test_equal_grammars_are_checked_once_and_the_check_survives_cancellation(checker, asked):
     waiting = [asyncio.create_task(checker.check('start: "same"')) for _ in range(20)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError) and results[1:] == [None] * 19
+    await checker.check('start: "same"')
     assert asked == ['start: "same"']
 
 
@@ -222,10 +211,10 @@ async def test_a_process_that_cannot_work_is_not_the_grammars_fault(checker, mon
 
 async def test_a_busy_machine_is_not_the_grammars_fault(checker, monkeypatch):
     await checker.check('start: "a"')
-    monkeypatch.setattr(module, "MAX_SECONDS_OF_BUSY_MACHINE", 0.3)
     (process,) = [one._process for one in checker._all if one._process is not None]
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(UnavailableError):
+    with monkeypatch.context() as impatient, pytest.raises(UnavailableError):
+        impatient.setattr(module, "MAX_SECONDS_OF_BUSY_MACHINE", 0.3)
         await checker.check('start: "b"')
     await checker.check('start: "b"')
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -154,17 +153,15 @@ def test_nesting_of_formats_is_bounded():
         fragment_of({"format": of("or", elements=[INT] * 5000)}, "p", {})
 
 
-def test_too_many_triggers_are_refused_immediately():
-    """Each tag is compared with each trigger on the event loop; 1,000 tags and 200,000 triggers took many seconds."""
-    marks = [f"<f{index:06d}" for index in range(200_000)]
-    structures = [{"begin": f"{mark}>", "schema": {"type": "integer"}, "end": "</f>"} for mark in marks[-900:]]
-    start = time.process_time()
-    with pytest.raises(InvalidRequestError, match="triggers: expected array of length <= 256"):
-        fragment_of({"structures": structures, "triggers": marks}, "tag", {})
-    assert time.process_time() - start < 1
-
-
-def test_a_tag_that_begins_with_two_triggers_is_refused():
+@pytest.mark.parametrize(
+    ("triggers", "words"),
+    [
+        (["<f", "<fn", "<fnord"], "it begins with 2"),
+        # Each tag is compared with each trigger on the event loop.
+        ([f"<{index:06d}" for index in range(257)], "triggers: expected array of length <= 256"),
+    ],
+)
+def test_unusable_triggers_are_refused(triggers, words):
     structures = [{"begin": "<fn=a>", "schema": {"type": "integer"}, "end": "</f>"}]
-    with pytest.raises(InvalidRequestError, match="it begins with 2"):
-        fragment_of({"structures": structures, "triggers": ["<f", "<fn", "<fnord"]}, "tag", {})
+    with pytest.raises(InvalidRequestError, match=words):
+        fragment_of({"structures": structures, "triggers": triggers}, "tag", {})
