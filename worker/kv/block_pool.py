@@ -97,16 +97,17 @@ class BlockPool:
         expected = [0] * self.num_pages
         for page in held:
             expected[page] += 1
-        _require(expected == self._ref_counts, "reference counts differ from the pages that requests hold")
+        require(expected == self._ref_counts, "reference counts differ from the pages that requests hold")
         blank, cached = set(self._blank), set(self._cached)
-        _require(len(blank) == len(self._blank), "a page is listed twice as blank")
-        _require(not blank & cached, "a page is both blank and cached")
+        require(len(blank) == len(self._blank), "a page is listed twice as blank")
+        require(not blank & cached, "a page is both blank and cached")
         free = {page for page, count in enumerate(expected) if count == 0}
-        _require(blank | cached == free, "the free lists differ from the pages without a holder")
-        _require(cached == free & findable, "the cached pages differ from the free pages in the prefix cache")
+        require(blank | cached == free, "the free lists differ from the pages without a holder")
+        require(cached == free & findable, "the cached pages differ from the free pages in the prefix cache")
 
 
-def _require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
+    """Raise AssertionError with the message unless the condition holds."""
     # Not `assert`, because production runs this too, also under -O.
     if not holds:
         raise AssertionError(message)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.block_hash import ROOT, next_page_hash
-from worker.kv.block_pool import BlockPool
+from worker.kv.block_pool import BlockPool, require
 from worker.kv.prefix_cache import PrefixCache
 from worker.plan import PageCopy
 
@@ -277,14 +277,13 @@ class KVManager:
             cache.check()
             pool.check((page for sequence in self._live for page in sequence.tables[group]), cache.pages)
         for sequence in self._live:
-            if {len(table) for table in sequence.tables} != {sequence.num_slots // self.page_size}:
-                raise AssertionError("block tables of the KV groups differ in length")
-            if any(len(set(table)) != len(table) for table in sequence.tables):
-                raise AssertionError("a page is listed twice in one block table")
-            if sequence.num_drafted > sequence.num_slots:
-                raise AssertionError("more tokens are drafted than there are pages for")
-            if not self._drafted.issuperset(sequence.tables[0][: sequence.num_drafted // self.page_size]):
-                raise AssertionError("a page of drafted tokens is not marked")
+            lengths = {len(table) for table in sequence.tables}
+            require(lengths == {sequence.num_slots // self.page_size}, "block tables of the KV groups differ in length")
+            distinct = all(len(set(table)) == len(table) for table in sequence.tables)
+            require(distinct, "a page is listed twice in one block table")
+            require(sequence.num_drafted <= sequence.num_slots, "more tokens are drafted than there are pages for")
+            drafted = sequence.tables[0][: sequence.num_drafted // self.page_size]
+            require(self._drafted.issuperset(drafted), "a page of drafted tokens is not marked")
 
     @property
     def num_live(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shared.block_hash import ROOT, next_page_hash
+from worker.kv.block_pool import require
 
 
 class _Entry(NamedTuple):
@@ -62,15 +63,12 @@ class PrefixCache:
 
     def check(self) -> None:
         """Check that both directions agree and every hash belongs to its entry. Raises AssertionError."""
-        if len(self._pages) != len(self._entries):
-            raise AssertionError("prefix cache: the number of hashes differs from the number of pages")
+        require(len(self._pages) == len(self._entries), "the number of hashes differs from that of pages")
         for page, entry in self._entries.items():
-            if self._pages.get(entry.page_hash) != page:
-                raise AssertionError(f"prefix cache: page {page} is not the one that its hash finds")
+            require(self._pages.get(entry.page_hash) == page, f"page {page} is not the one that its hash finds")
             salt = entry.salt if entry.parent == ROOT else b""
-            token_ids = array("I", entry.token_ids)
-            if next_page_hash(entry.parent, token_ids, salt) != entry.page_hash:
-                raise AssertionError(f"prefix cache: the hash of page {page} is not that of its tokens")
+            expected = next_page_hash(entry.parent, array("I", entry.token_ids), salt)
+            require(expected == entry.page_hash, f"the hash of page {page} is not that of its tokens")
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

@@ -197,31 +197,21 @@ def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
     """
     if submit.model not in limits.model_names:
         raise ModelNotFoundError(f"the model {submit.model!r} is not served here", param="model")
-    num_tokens = len(submit.token_ids)
-    if num_tokens == 0:
-        raise InvalidRequestError("the prompt has no tokens", param="token_ids")
-    largest = max(submit.token_ids)
-    if largest >= limits.vocab_size or min(submit.token_ids) < 0:
-        raise InvalidRequestError(
-            f"token id {largest} must be below the vocabulary size {limits.vocab_size}", param="token_ids"
-        )
-    if submit.prediction and max(submit.prediction) >= limits.vocab_size:
-        raise InvalidRequestError(
-            f"predicted token id {max(submit.prediction)} must be below the vocabulary size {limits.vocab_size}",
-            param="prediction",
-        )
-    if not 1 <= submit.num_prompt_tokens <= num_tokens:
-        raise InvalidRequestError(
-            f"num_prompt_tokens is {submit.num_prompt_tokens}, but there are {num_tokens} tokens",
-            param="num_prompt_tokens",
-        )
-    if submit.choice + submit.num_choices > MAX_CHOICES:
-        raise InvalidRequestError(
-            f"choices up to {submit.choice + submit.num_choices - 1} are requested; they must be below {MAX_CHOICES}",
-            param="num_choices",
-        )
-    if submit.deadline is not None and not math.isfinite(submit.deadline):
-        raise InvalidRequestError("deadline must be a finite number", param="deadline")
+    num_tokens, vocab_size = len(submit.token_ids), limits.vocab_size
+    _require(num_tokens > 0, "token_ids", "the prompt has no tokens")
+    low, high = min(submit.token_ids), max(submit.token_ids)
+    message = f"token id {high} must be below the vocabulary size {vocab_size}"
+    _require(low >= 0 and high < vocab_size, "token_ids", message)
+    predicted = max(submit.prediction, default=0)
+    message = f"predicted token id {predicted} must be below the vocabulary size {vocab_size}"
+    _require(predicted < vocab_size, "prediction", message)
+    message = f"num_prompt_tokens is {submit.num_prompt_tokens}, but there are {num_tokens} tokens"
+    _require(1 <= submit.num_prompt_tokens <= num_tokens, "num_prompt_tokens", message)
+    last = submit.choice + submit.num_choices - 1
+    message = f"choices up to {last} are requested; they must be below {MAX_CHOICES}"
+    _require(last < MAX_CHOICES, "num_choices", message)
+    finite = submit.deadline is None or math.isfinite(submit.deadline)
+    _require(finite, "deadline", "deadline must be a finite number")
     submit.sampling.validate(limits.vocab_size)
     if submit.pooling is not None:
         _validate_embedding(submit)
@@ -237,11 +227,13 @@ def _validate_embedding(submit: Submit) -> None:
         "prediction": bool(submit.prediction),
     }
     for name, is_there in refused.items():
-        if is_there:
-            raise InvalidRequestError(
-                f"{name} cannot be combined with pooling: an embedding has one prompt, and nothing is generated",
-                param=name,
-            )
+        reason = "an embedding has one prompt, and nothing is generated"
+        _require(not is_there, name, f"{name} cannot be combined with pooling: {reason}")
+
+
+def _require(holds: bool, param: str, message: str) -> None:
+    if not holds:
+        raise InvalidRequestError(message, param=param)
 
 
 def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> None:

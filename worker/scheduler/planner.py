@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from worker.drafting.proposal import Proposal
+from worker.kv.block_pool import require
 from worker.kv.manager import KVManager, PrefixMatch
 from worker.requests.request import Request, Status
 from worker.scheduler.budget import MIN_CHUNK, StepBudget
@@ -348,21 +349,13 @@ class Planner:
         rows = sorted([request.row for request in self._running] + self._free_rows)
         holders = sum(1 for request in self._running if request.pages.num_slots)
         held = [follower for request in placed for follower in request.followers]
-        checks = {
-            "a row is lost or held twice": rows == list(range(self._max_num_seqs)),
-            "pages are held by requests that do not run": holders == self._kv.num_live,
-            "held requests are miscounted": self._num_held == len(held),
-            "a request is in the wrong queue": all(
-                request.status is status
-                for requests, status in (
-                    (self._running, Status.RUNNING),
-                    (self._waiting, Status.WAITING),
-                    (self._compiling, Status.COMPILING),
-                    (held, Status.HELD),
-                )
-                for request in requests
-            ),
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise AssertionError(message)
+        require(rows == list(range(self._max_num_seqs)), "a row is lost or held twice")
+        require(holders == self._kv.num_live, "pages are held by requests that do not run")
+        require(self._num_held == len(held), "held requests are miscounted")
+        for requests, status in (
+            (self._running, Status.RUNNING),
+            (self._waiting, Status.WAITING),
+            (self._compiling, Status.COMPILING),
+            (held, Status.HELD),
+        ):
+            require(all(request.status is status for request in requests), "a request is in the wrong queue")

@@ -9,6 +9,7 @@ from itertools import islice, takewhile
 
 from shared.errors import ConfigurationError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
+from worker.kv.block_pool import require
 from worker.kv.manager import KVManager
 from worker.plan import NOTHING_LEFT, SampledToken, ScheduledTokens, StepPlan, StepResult
 from worker.requests.constraint import Constraints, nothing_left
@@ -373,7 +374,6 @@ class Scheduler:
         """Check that queues, rows, pages and live requests are consistent. Raises AssertionError."""
         self._planner.check_integrity()
         live = [request for requests in self._live.values() for request in requests.values()]
-        if any(request.status is Status.FINISHED for request in live):
-            raise AssertionError("a finished request is live")
-        if len(live) != self.num_running + self.num_waiting:
-            raise AssertionError("live requests differ from those in the queues")
+        require(all(request.status is not Status.FINISHED for request in live), "a finished request is live")
+        num_queued = self.num_running + self.num_waiting
+        require(len(live) == num_queued, "live requests differ from those in the queues")
