@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from shared.errors import ModelFileError
 from worker.kv.geometry import KVGroupSpec
@@ -34,6 +34,7 @@ _METHODS: dict[str, Callable[[Fields], QuantizedCheckpoint]] = {
 """Reader by `quant_method` of config.json; each checks its part of the configuration."""
 _MAX_FACTOR = 1e6
 _ORIGINAL = "original_max_position_embeddings"
+_OPTIONAL_YARN = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 def quantization_of(config: Fields) -> QuantizedCheckpoint | None:
@@ -154,44 +155,35 @@ def rope_from_config(fields: Fields, head_dim: int, max_position: int) -> RopeSp
     )
     if "full_attention" in scaling or "sliding_attention" in scaling:
         raise fields.error(key, "differs between kinds of layers, which is not supported")
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    kind_key = "rope_type" if "rope_type" in scaling else "type"
+    kind = scaling.choice(kind_key, ("default", "linear", "dynamic", "llama3", "yarn"), "default")
     if kind == "default":
         return rope
-    if kind == "linear":
-        return replace(rope, kind="linear", factor=scaling.number("factor", high=_MAX_FACTOR))
-    original = scaling.integer(_ORIGINAL, max_position, low=1, high=checks.MAX_POSITION)
-    if kind == "dynamic":
-        factor = scaling.number("factor", high=_MAX_FACTOR)
-        return replace(rope, kind="dynamic", factor=factor, original_max_position=original)
-    if kind == "llama3":
-        return _llama3(scaling, rope)
     if kind == "yarn":
-        return _yarn(scaling, rope, original, max_position)
-    raise scaling.error("rope_type", f"is {kind[:80]!r}; supported are default, linear, dynamic, llama3, yarn")
-
-
-def _llama3(scaling: Fields, rope: RopeSpec) -> RopeSpec:
+        return _yarn(scaling, rope, max_position)
+    rope = replace(rope, factor=scaling.number("factor", high=_MAX_FACTOR))
+    if kind == "linear":
+        return replace(rope, kind="linear")
+    default = {"default": max_position} if kind == "dynamic" else {}
+    rope = replace(rope, original_max_position=scaling.integer(_ORIGINAL, low=1, high=checks.MAX_POSITION, **default))
+    if kind == "dynamic":
+        return replace(rope, kind="dynamic")
     low = scaling.number("low_freq_factor", high=_MAX_FACTOR)
     high = scaling.number("high_freq_factor", high=_MAX_FACTOR)
     if high <= low:
         raise scaling.error("high_freq_factor", f"is {high}; more than low_freq_factor, {low}, is needed")
-    return replace(
-        rope,
-        kind="llama3",
-        factor=scaling.number("factor", high=_MAX_FACTOR),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position=scaling.integer(_ORIGINAL, low=1, high=checks.MAX_POSITION),
-    )
+    return replace(rope, kind="llama3", low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(scaling: Fields, rope: RopeSpec, original: int, max_position: int) -> RopeSpec:
+def _yarn(scaling: Fields, rope: RopeSpec, max_position: int) -> RopeSpec:
+    original = scaling.integer(_ORIGINAL, max_position, low=1, high=checks.MAX_POSITION)
     fast = scaling.number("beta_fast", 32.0, high=_MAX_FACTOR)
     slow = scaling.number("beta_slow", 1.0, high=_MAX_FACTOR)
     if fast < slow:
         raise scaling.error("beta_fast", f"is {fast}; at least beta_slow, {slow}, is needed")
     # A scaling with only the original context length means the ratio of the two lengths.
     implied = {"default": max_position / original} if _ORIGINAL in scaling else {}
+    optional: dict[str, Any] = {name: scaling.optional_number(name, high=_MAX_FACTOR) for name in _OPTIONAL_YARN}
     return replace(
         rope,
         kind="yarn",
@@ -199,8 +191,6 @@ def _yarn(scaling: Fields, rope: RopeSpec, original: int, max_position: int) -> 
         original_max_position=original,
         beta_fast=fast,
         beta_slow=slow,
-        attention_factor=scaling.optional_number("attention_factor", high=_MAX_FACTOR),
-        mscale=scaling.optional_number("mscale", high=_MAX_FACTOR),
-        mscale_all_dim=scaling.optional_number("mscale_all_dim", high=_MAX_FACTOR),
         truncate=scaling.boolean("truncate", True),
+        **optional,
     )

@@ -299,7 +299,7 @@ def test_partial_rotation() -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"head_dim": 7}, "rope rotates 7 of 7"),
         ({"rope_scaling": []}, "rope_scaling is []"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type is 'longrope'"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.type is 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor is 0"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing"),
