@@ -151,13 +151,10 @@ class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         row: Index of the row.
         token_ids: Proposed tokens.
-        probabilities: Probability of each token in the distribution that it was drawn from, 0 to 1; for a greedy
-            row in that of temperature 1. Not finite if the draft's logits are not.
     """
 
     row: int
     token_ids: list[int]
-    probabilities: list[float]
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

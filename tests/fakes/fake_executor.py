@@ -235,7 +235,7 @@ class FakeExecutor:
         table, size = row.tables[0], self._page_size
         for position in range(len(row.tokens), len(tokens) - 1):
             self._draft_pages[table[position // size]][position % size] = tokens[position]
-        return DraftedTokens(drafted.row, tokens[len(row.tokens) :], [0.9] * drafted.num_drafts)
+        return DraftedTokens(drafted.row, tokens[len(row.tokens) :])
 
     def _write(self, item: ScheduledTokens, corrupted: bool) -> list[tuple[int, int, int]]:
         row = self._rows[item.row]

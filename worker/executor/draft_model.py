@@ -13,8 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
-from kernels.ops.step_inputs.inputs import TEMPERATURE
 from worker.executor.device import Device
 from worker.executor.executor import EnqueuedStep
 from worker.executor.model_runner import GraphRunner, Model, ModelRunner, PageStorage
@@ -22,11 +20,8 @@ from worker.executor.pending_step import Arrival
 from worker.executor.request_rows import RequestRows
 from worker.model.forward_batch import ForwardBatch
 from worker.plan import DraftedRow, DraftedTokens, ScheduledTokens, StepPlan, StepResult
-from worker.sampling.sampled_rows import Listed, Needs, SampledRows
+from worker.sampling.sampled_rows import Needs, SampledRows
 from worker.sampling.sampler import Sampler
-
-_CHANGES_LOGITS = Needs.ADJUST | Needs.PENALTY | Needs.EXTENDED | Needs.DRY | Needs.ALLOWED | Needs.BAD_WORDS
-"""Features with which the sampler modifies the logits."""
 
 
 class DraftModel(GraphRunner):
@@ -64,7 +59,6 @@ class DraftModel(GraphRunner):
         self.max_len = max_len
         self._vocab_size = vocab_size
         self._draft_vocab_size = draft_vocab_size
-        self._indices = torch.arange(rows.max_num_seqs, device=device.torch_device)
 
     @torch.inference_mode()
     def launch(self, step: int, drafting: Sequence[DraftedRow]) -> PendingDrafts:
@@ -109,10 +103,8 @@ class DraftModel(GraphRunner):
             hidden = self._graphs.replay(size)[: len(items)]
         else:
             hidden = self._hidden_states(batch)
-        tensors: list[torch.Tensor] = []
-        if len(sampled.rows):
-            tensors += self._propose(hidden, sampled)
-        passed = Arrival(self._device.download(tensors))
+        proposed = [self._propose(hidden, sampled)] if len(sampled.rows) else []
+        passed = Arrival(self._device.download(proposed))
         self._rows.hold(passed)
         return passed
 
@@ -130,17 +122,13 @@ class DraftModel(GraphRunner):
             batch = replace(batch, input_ids=batch.input_ids.clamp(max=self._draft_vocab_size - 1))
         return super()._hidden_states(batch)
 
-    def _propose(self, hidden: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample from [S, hidden] states and append to the rows.
-
-        Return [S] int64 ids, negative if sampling failed, and [S] float32 probabilities.
-        """
+    def _propose(self, hidden: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
+        """Sample from [S, hidden] states and append to the rows. Return [S] int64 ids, negative if sampling failed."""
         logits = self._fit_vocabulary(self._model.logits(hidden))
-        raw = logits.clone() if sampled.needs & _CHANGES_LOGITS else logits
         token_ids = self._sampler.sample(logits, sampled).token_ids
         self._store_distributions(logits, sampled)
         self._rows.append(sampled, token_ids)
-        return token_ids, self._probabilities(raw, token_ids, sampled)
+        return token_ids
 
     def _store_distributions(self, logits: torch.Tensor, sampled: SampledRows) -> None:
         """Store the distributions for rejection sampling, computed from the logits after the sampler's changes.
@@ -160,19 +148,6 @@ class DraftModel(GraphRunner):
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:, : self._vocab_size].contiguous()
-
-    def _probabilities(self, raw: torch.Tensor, token_ids: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
-        """Return the [S] probabilities of the tokens under softmax(raw / temperature), without filters.
-
-        Greedy rows use temperature 1. The result is NaN for unusable logits and 0 if the masks permit no token.
-        """
-        if sampled.needs & Needs.NOISE:
-            every = Listed(self._indices[: len(sampled.rows)], sampled.rows, sampled.rows)
-            temperature = self._rows.sampling.words(sampled, every).view(torch.float32)[:, TEMPERATURE]
-            raw = raw / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-        probabilities = raw.softmax(dim=1).gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
-        probabilities = torch.where(token_ids == NOTHING_LEFT, 0.0, probabilities)
-        return torch.where(token_ids == NOT_USABLE, float("nan"), probabilities)
 
 
 class PendingDrafts:
@@ -195,17 +170,13 @@ class PendingDrafts:
     def result(self) -> StepResult:
         """Wait for the step and return its result. May be called repeatedly."""
         self.wait()
-        drafted = {row.row: DraftedTokens(row.row, [], []) for row in self._proposing}
+        drafted = {row.row: DraftedTokens(row.row, []) for row in self._proposing}
         for index, one_pass in enumerate(self._passes):
-            if not one_pass.arrived:
-                continue
-            token_ids, probabilities = one_pass.arrived
-            # Failed ids are 0 in the row too; their probability is 0 or not finite.
-            columns = token_ids.clamp(min=0).tolist(), probabilities.tolist()
             rows = [row.row for row in self._proposing if row.num_drafts > index]
-            for row, token_id, probability in zip(rows, *columns, strict=True):
-                drafted[row].token_ids.append(token_id)
-                drafted[row].probabilities.append(probability)
+            for token_ids in one_pass.arrived:
+                # Failed ids are 0 in the row too.
+                for row, token_id in zip(rows, token_ids.clamp(min=0).tolist(), strict=True):
+                    drafted[row].token_ids.append(token_id)
         return StepResult(step=self._step, sampled=[], drafted=list(drafted.values()))
 
 
