@@ -1,6 +1,6 @@
 """Speed of the engine without HTTP, each figure beside its goal. Ratios are to ceilings measured in the same run.
 
-- decode, prefill: steps as shares of the ceiling, the model's linear layers alone with the fastest kernel.
+- decode, prefill: steps as shares of the ceiling that memory and matrix products set.
 - sampling: time that sampling parameters and grammars add to a step.
 - host: time of a step outside the model and the sampler, for several numbers of requests.
 - prefix: cost of the prefix cache without hits, and its gain with many hits.
@@ -26,8 +26,7 @@ import torch
 from kernels.backends.select import sampling_ops
 from kernels.common.cpu.pool import use_cache_directory, use_huge_pages
 from scripts._bench import engine_host, engine_memory, engine_prefix, engine_speculation, engine_steps
-from scripts._bench.engine_loop import Loop, NullModel, OpClock, engine_loop, timed_executor
-from scripts.ceiling import LinearShapes, Matrices
+from scripts._bench.engine_loop import Loop, OpClock, engine_loop, timed_executor
 from shared import log
 from shared.arguments import Parser
 from shared.settings import WorkerSettings
@@ -77,14 +76,10 @@ class Bench:
         self._files = files
         spec = files.spec
         dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
-        self._decoder = Decoder(
-            spec, files.weights, dtype=dtype, device="cpu", max_model_len=spec.max_position
-        )
+        self._decoder = Decoder(spec, files.weights, dtype=dtype, device="cpu", max_model_len=spec.max_position)
         self._kv = KVStorage(spec, self._num_pages(), PAGE_SIZE, kv_dtype, "cpu")
         self._decoder.fuse_layers(self._kv)
         files.weights.close()
-        sizes = {field.name: getattr(spec, field.name) for field in dataclasses.fields(LinearShapes)}
-        self._shapes = LinearShapes(**sizes)
 
     def _num_pages(self) -> int:
         """Return the number of pages of the largest part. Unused pages take no memory."""
@@ -97,7 +92,7 @@ class Bench:
 
     def steps(self, kinds: Sequence[str]) -> list[dict[str, Any]]:
         """Measure decode steps, prefill, or both."""
-        options, matrices = self._options, Matrices(self._shapes)
+        options, spec = self._options, self._decoder.spec
         cases = [("decode", rows, 1, options.context) for rows in options.rows]
         cases += [("prefill", 1, tokens, tokens) for tokens in options.prefill]
         print(engine_steps.HEADER)
@@ -105,11 +100,16 @@ class Bench:
         for kind, num_requests, tokens, context in cases:
             if kind not in kinds:
                 continue
-            step = make_step(num_requests, tokens, context, self._decoder.spec.vocab_size)
+            step = partial(self._decoder.forward, make_step(num_requests, tokens, context, spec.vocab_size), self._kv)
             line = engine_steps.measure(
-                matrices, kind, partial(self._decoder.forward, step, self._kv), tokens=num_requests * tokens,
-                context=context, head_rows=num_requests, seconds=options.seconds,
-            )  # fmt: skip
+                spec,
+                kind,
+                step,
+                num_requests=num_requests,
+                tokens=tokens,
+                context=context,
+                seconds=options.seconds,
+            )
             print(engine_steps.text(line), flush=True)
             figures.append(line.figures())
         return figures
@@ -125,24 +125,20 @@ class Bench:
         )
         return engine_steps.sampling_report(step_ms, dict(zip(runs, taken)))
 
-    def host(self) -> list[dict[str, Any]]:
+    def host(self) -> dict[str, Any]:
         """Measure the time of a step outside the model and the sampler."""
-        options, vocab_size = self._options, self._decoder.spec.vocab_size
+        options, spec, clock = self._options, self._decoder.spec, OpClock()
         settings = self._settings(max(options.host_counts))
-        ops = self._sampling_ops()
-        free = NullModel(vocab_size, settings.max_num_seqs)
-        times: dict[str, dict[int, float]] = {}
-        for name, model, kv in (("the model", self._decoder, self._kv), ("an empty model", free, free)):
-            clock = OpClock()
-            built = timed_executor(settings, self._decoder.spec, model, kv, ops, clock)
-            with engine_loop(settings, self._files, built) as loop:
-                times[name] = {
-                    count: engine_host.step_ms(loop, clock, count, options.host_steps, vocab_size)
+        built = timed_executor(settings, spec, self._decoder, self._kv, self._sampling_ops(), clock)
+        with engine_loop(settings, self._files, built) as loop:
+            found = engine_host.figures(
+                {
+                    count: engine_host.step_ms(loop, clock, count, options.host_steps, spec.vocab_size)
                     for count in options.host_counts
                 }
-        entries = engine_host.figures(times)
-        print("\n" + "\n".join(engine_host.table(entries)), flush=True)
-        return entries
+            )
+        print("\n" + "\n".join(engine_host.table(found)), flush=True)
+        return found
 
     def prefix(self) -> dict[str, Any]:
         """Measure the cost and the gain of the prefix cache."""

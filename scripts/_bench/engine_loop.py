@@ -89,6 +89,7 @@ class TimedModel:
         return self._clock.timed(self._model.logits, hidden)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TimedSampler(Sampler):
     """Sampler whose time is added to a clock."""
 
@@ -97,25 +98,6 @@ class TimedSampler(Sampler):
     def sample(self, logits: torch.Tensor, sampled: SampledRows) -> SampledTokens:
         """Sample tokens."""
         return self.clock.timed(super().sample, logits, sampled)
-
-
-class NullModel:
-    """Model that computes nothing and gives all tokens the same probability; also its own empty KV cache."""
-
-    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
-        self._hidden = torch.zeros(max_num_seqs, 1)
-        self._logits = torch.zeros(max_num_seqs, vocab_size)
-
-    def hidden_states(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """Return zeros of shape [S, 1]."""
-        return self._hidden[: len(batch.logits_indices)]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return zeros of shape [S, vocab], in the same memory for all steps, which the sampler may overwrite."""
-        return self._logits[: len(hidden)]
-
-    def copy_pages(self, copies: Any) -> None:
-        """Do nothing."""
 
 
 class _Sized(Protocol):
@@ -134,8 +116,7 @@ def timed_executor(
     """
     device = Device()
     rows = make_rows(settings, settings.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
-    sampler = TimedSampler(rows.sampling, ops)
-    sampler.clock = clock
+    sampler = TimedSampler(rows.sampling, ops, clock=clock)
     runner = ModelRunner(TimedModel(model, clock), kv, rows, sampler, device)
     return local_executor(settings, runner.launch, len(spec.kv_groups))
 

@@ -1,8 +1,8 @@
 """Parts of bench_engine: single steps of the model. Decode and prefill beside their ceiling, and sampling parameters.
 
-The ceiling (scripts/ceiling.py) of a line is measured around it: first every kernel for a moment, then the fastest one
-in turns with the engine, so that other load of the machine affects both. The ceiling is the fastest pass. The engine's
-figure is its median step; the fastest step is also reported.
+The ceiling (scripts/ceiling.py) of a line is measured in turns with the engine, so that other load of the machine
+affects both. The ceiling is that of the fastest measurement. The engine's figure is its median step; the fastest step
+is also reported.
 
 The cost of sampling is measured for 16 requests with different parameters and for requests with grammars, beside plain
 requests and as a share of a decode step.
@@ -19,19 +19,17 @@ from typing import Any
 import torch
 
 from kernels.backends.cpu_sampling import CpuSamplingOps
+from scripts import ceiling
 from scripts._bench.measurements import Goal
-from scripts.ceiling import Ceiling, Matrices, best, fastest_seconds, time_kernels
 from shared.sampling_params import SamplingParams
 from worker.executor.device import Device
 from worker.executor.request_rows import RequestRows
+from worker.model.spec import DecoderSpec
 from worker.plan import NewRow, ScheduledTokens, StepPlan
 from worker.sampling.sampler import Sampler
 
 _TURNS = 4
-_CHUNK_ROWS = 512
-"""Rows at which the ceiling of longer prompts is measured; no kernel is faster with more."""
-DECODE_GOALS = {1: Goal(0.8), 4: Goal(0.7), 8: Goal(0.7), 16: Goal(0.7)}
-PREFILL_GOALS = {128: Goal(0.8), 512: Goal(0.8), 2048: Goal(0.7)}
+_DECODE_GOALS = {1: Goal(0.9)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,80 +38,68 @@ class Line:
 
     Attributes:
         kind: "decode" or "prefill".
-        tokens: Tokens computed in a step.
+        rows: Tokens computed in a step.
         context: Tokens of each request, including the computed ones.
-        ceiling: Ceiling of as many rows, at most _CHUNK_ROWS.
+        ceiling_ms: Minimum milliseconds of a step.
         times: Seconds of the engine's steps.
     """
 
     kind: str
-    tokens: int
+    rows: int
     context: int
-    ceiling: Ceiling
+    ceiling_ms: float
     times: list[float]
-
-    @property
-    def ceiling_seconds(self) -> float:
-        """Minimum time of the matrix products of a step."""
-        return self.ceiling.layers_seconds * self.tokens / self.ceiling.rows + self.ceiling.head_seconds
 
     @property
     def goal(self) -> Goal | None:
         """Goal of the median step's share of the ceiling."""
-        return (DECODE_GOALS if self.kind == "decode" else PREFILL_GOALS).get(self.tokens)
+        return _DECODE_GOALS.get(self.rows) if self.kind == "decode" else None
 
     def figures(self) -> dict[str, Any]:
-        """Return milliseconds and shares of the ceiling, for JSON."""
-        median, fastest = statistics.median(self.times), min(self.times)
-        share = self.ceiling_seconds / median
+        """Return milliseconds and the share of the ceiling, for JSON."""
+        ms = statistics.median(self.times) * 1e3
+        share = self.ceiling_ms / ms
         figures = {
             "kind": self.kind,
-            "rows": self.tokens,
+            "rows": self.rows,
             "context": self.context,
-            "ms": median * 1e3,
-            "fastest_ms": fastest * 1e3,
-            "ceiling_ms": self.ceiling_seconds * 1e3,
+            "ms": ms,
+            "fastest_ms": min(self.times) * 1e3,
+            "ceiling_ms": self.ceiling_ms,
             "share": share,
-            "fastest_share": self.ceiling_seconds / fastest,
-            "tokens_per_second": self.tokens / median,
-            "kernel": self.ceiling.kernel.name,
-            "head_kernel": self.ceiling.head_kernel.name,
+            "tokens_per_second": self.rows / ms * 1e3,
         }
         return figures | (self.goal.entry(share) if self.goal is not None else {})
 
 
-@torch.inference_mode()
 def measure(
-    matrices: Matrices,
+    spec: DecoderSpec,
     kind: str,
     step: Callable[[], object],
-    *,
+    num_requests: int,
     tokens: int,
     context: int,
-    head_rows: int,
     seconds: float,
 ) -> Line:
     """Measure one kind of step.
 
     Args:
-        matrices: Matrices of the model's shapes.
+        spec: Sizes of the model.
         kind: "decode" or "prefill".
         step: Function that runs a step.
-        tokens: Tokens of the step.
+        num_requests: Requests of the step.
+        tokens: Tokens of each request that the step computes.
         context: Tokens of each request.
-        head_rows: Number of tokens whose logits the step computes.
         seconds: Time for the engine's steps; the ceiling takes about the same.
     """
-    rows = min(tokens, _CHUNK_ROWS)
-    ceiling = best(time_kernels(matrices, rows, head_rows, seconds / 8), rows, head_rows)
-    layers, head = matrices.layers(ceiling.kernel, rows), matrices.head(ceiling.head_kernel, head_rows)
     times: list[float] = []
+    machines = [ceiling.measure(seconds / _TURNS)]
     step()
     for _ in range(_TURNS):
-        again = fastest_seconds(layers, seconds / 3 / _TURNS, passes=1)
-        ceiling = ceiling.lowered(again, fastest_seconds(head, seconds / 12 / _TURNS, passes=1))
         times += step_seconds(step, seconds / _TURNS)
-    return Line(kind, tokens, context, ceiling, times)
+        machines.append(ceiling.measure(seconds / _TURNS))
+    minimum = min(ceiling.ceiling_ms(machine, spec, num_requests, tokens, context) for machine in machines)
+    return Line(kind, num_requests * tokens, context, minimum, times)
 
 
 def step_seconds(step: Callable[[], object], seconds: float) -> list[float]:
@@ -142,8 +128,7 @@ def alternating_ms(runs: Sequence[Callable[[], object]], seconds: float) -> list
 
 
 HEADER = (
-    f"{'':8} {'tokens':>6} {'context':>7} {'step ms':>8} {'fastest':>8} {'ceiling':>8} {'share':>6} {'fastest':>7} "
-    f"{'tok/s':>7}  goal"
+    f"{'':8} {'tokens':>6} {'context':>7} {'step ms':>8} {'fastest':>8} {'ceiling':>8} {'share':>6} {'tok/s':>7}  goal"
 )
 
 
@@ -152,9 +137,8 @@ def text(line: Line) -> str:
     figures = line.figures()
     goal = line.goal.verdict(figures["share"]) if line.goal is not None else "-"
     return (
-        f"{line.kind:8} {line.tokens:6} {line.context:7} {figures['ms']:8.2f} {figures['fastest_ms']:8.2f} "
-        f"{figures['ceiling_ms']:8.2f} {figures['share']:6.1%} {figures['fastest_share']:7.1%} "
-        f"{figures['tokens_per_second']:7.0f}  {goal}"
+        f"{line.kind:8} {line.rows:6} {line.context:7} {figures['ms']:8.2f} {figures['fastest_ms']:8.2f} "
+        f"{line.ceiling_ms:8.2f} {figures['share']:6.1%} {figures['tokens_per_second']:7.0f}  {goal}"
     )
 
 

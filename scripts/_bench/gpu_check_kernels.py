@@ -8,13 +8,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from kernels.common.triton.compilations import Benchmark
 from scripts._bench.gpu_check_child import ROOT, error_text
+from scripts._bench.measurements import Roofline
 
 # Part of the device name -> bytes per second, bfloat16 operations per second that the vendor's library reaches.
 KNOWN = {"H200": (4.8e12, 790e12)}
@@ -29,28 +30,6 @@ _TIMED_MS = 40
 Run = Callable[[], object]
 Timer = Callable[[Sequence[Run]], float]
 """Returns the milliseconds of a call, given several calls that do the same work on different memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """Peak rates of a GPU.
-
-    Attributes:
-        name: Device name.
-        bandwidth: Memory bandwidth in bytes per second.
-        operations: bfloat16 operations per second.
-        measured: True if both rates were measured here by a copy and by the library's matrix product, False if they
-            come from KNOWN.
-    """
-
-    name: str
-    bandwidth: float
-    operations: float
-    measured: bool
-
-    def floor_ms(self, num_bytes: float, num_operations: float = 0, speed: float = 1.0) -> float:
-        """Return the minimum milliseconds of a traffic and of operations at `speed` times the bfloat16 rate."""
-        return max(num_bytes / self.bandwidth, num_operations / (self.operations * speed)) * 1e3
 
 
 def roofline() -> Roofline:

@@ -150,6 +150,7 @@ def step_cost(
     context: int,
     kind: WeightKind = "bf16",
     kv_bytes: float = 2.0,
+    head_bytes: float = 2.0,
 ) -> StepCost:
     """Return the cost of computing `new_tokens` per request after `context` tokens, with logits for the last one."""
     layers = _layer_values(spec) * spec.num_layers
@@ -161,7 +162,7 @@ def step_cost(
     pairs = tokens * (context + (new_tokens + 1) / 2)
     attention = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
     return StepCost(
-        num_bytes=layers * _WEIGHT_BYTES[kind] + head * 2 + kv,
+        num_bytes=layers * _WEIGHT_BYTES[kind] + head * head_bytes + kv,
         num_operations=2 * tokens * layers + 2 * num_requests * head + attention,
     )
 

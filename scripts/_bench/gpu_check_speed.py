@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from scripts._bench.gpu_check_child import error_text
-from scripts._bench.gpu_check_kernels import Roofline
 from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, WeightKind, fitted, random_executor, step_cost
 from scripts._bench.gpu_check_plans import decode, num_pages, prefill_seconds, random_prompts, start_decoding
+from scripts._bench.measurements import Roofline
 from shared.messages import Submit
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings

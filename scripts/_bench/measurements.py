@@ -1,4 +1,4 @@
-"""Goals of figures, slopes, and the resident memory of processes; shared by all benchmarks."""
+"""Goals of figures, rooflines, slopes, and the resident memory of processes; shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,27 @@ class Goal:
     def entry(self, figure: float) -> dict[str, object]:
         """Return the bound and the result of the comparison, for JSON."""
         return {"goal": self.value, "at_least": self.is_minimum, "met": self.met(figure)}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Peak rates of a GPU or of the processor.
+
+    Attributes:
+        name: Device name.
+        bandwidth: Memory bandwidth in bytes per second.
+        operations: bfloat16 operations per second.
+        measured: True if both rates were measured here, False if they are known for the device.
+    """
+
+    name: str
+    bandwidth: float
+    operations: float
+    measured: bool
+
+    def floor_ms(self, num_bytes: float, num_operations: float = 0, speed: float = 1.0) -> float:
+        """Return the minimum milliseconds of a traffic and of operations at `speed` times the bfloat16 rate."""
+        return max(num_bytes / self.bandwidth, num_operations / (self.operations * speed)) * 1e3
 
 
 def slope(counts: Sequence[float], values: Sequence[float]) -> float:

@@ -1,11 +1,9 @@
-"""Speed of a server over HTTP as shares of the ceiling of its linear layers (scripts/bench_serving).
+"""Speed of a server over HTTP as shares of the ceiling of memory and matrix products (scripts/bench_serving).
 
-The ideal time of a load is the time of its prompt tokens at the ceiling of 512 rows plus that of its output tokens at
-the ceiling of as many rows as there are streams. The ideal time to the first token is that of the prompt at the ceiling
-of as many rows. A ceiling includes the head on every row; the figures also contain the ratios without the head on the
-rows of a prompt, which are not needed. The ceiling is measured before the server starts and after it has stopped. The
-faster measurement counts, and the difference shows how stable the machine was. Prompts are random token ids, so that
-requests share no prefix unless a test is about prefixes.
+The ideal time of a load is that of its prompts and of its output tokens at the ceiling of as many rows as there are
+streams (scripts/ceiling.py). The ceiling is measured before the server starts and after it has stopped. The faster
+measurement counts, and a note tells if they differ much. Prompts are random token
+ids, so that requests share no prefix.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from scripts.loadtest.coordinator import ClientError, Load, LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Target
 from scripts.loadtest.report import number, table
 from scripts.loadtest.server_process import Server, ServerError, serve
-from scripts.loadtest.statistics import Summary, summarize, ttft
+from scripts.loadtest.statistics import Summary, summarize
 from shared.arguments import Parser
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -40,19 +38,16 @@ _PROMPT_ROWS = 128
 _CEILING_DRIFT = 0.1
 _SETTLE_SECONDS = 8.0
 """Wait after the start: sampling kernels are compiled and an idle worker prepares for grammars."""
-TESTS = ("single", "load", "long", "gap", "prefix")
+TESTS = ("single", "load", "long", "gap")
 
-_LOAD_GOAL = Goal(0.75)
-_TTFT_GOAL = Goal(1.25, is_minimum=False, form=".2f", unit="x")
-_TOKEN_GOAL = Goal(1.25, is_minimum=False, form=".2f", unit="x")
 _READY_GOALS = {
-    "cold": Goal(8, is_minimum=False, form=".0f", unit=" s"),
+    "cold": Goal(10, is_minimum=False, form=".0f", unit=" s"),
     "warm": Goal(4, is_minimum=False, form=".0f", unit=" s"),
 }
 Line = tuple[str, str, str]
 """Name of a figure, its value, and its goal."""
-Ceilings = dict[int, dict[str, Any]]
-"""Output of scripts/ceiling.py by rows; empty if it was not measured."""
+Ceilings = dict[str, dict[str, float]]
+"""Output of scripts/ceiling.py; empty if it was not measured."""
 
 
 class MeasurementError(Exception):
@@ -109,23 +104,6 @@ class Bench:
             result.records[:streams], reader.sent, reader.frame_times[0] if reader.frame_times else reader.done
         )
 
-    async def prefix(self, length: int, repeats: int) -> dict[str, float | int | None]:
-        """Measure the median TTFT of new prompts, and of the same prompts with another last token."""
-        cold: list[float] = []
-        warm: list[float] = []
-        cached: list[int] = []
-        for prompt in self.prompts(repeats, length):
-            _, first = await self.run(make_load([prompt], 2))
-            _, second = await self.run(make_load([[*prompt[:-1], prompt[-1] ^ 1]], 2))
-            for result, times in ((first, cold), (second, warm)):
-                value = ttft(result.records[0])
-                times.append(value if value is not None else (result.records[0].done - result.records[0].sent) * 1e3)
-            cached.append(second.records[0].cached_tokens or 0)
-        return {
-            "cold_ttft_ms": st.median(cold), "warm_ttft_ms": st.median(warm),
-            "ratio": st.median(warm) / st.median(cold), "cached_tokens": int(st.median(cached)),
-        }  # fmt: skip
-
 
 def gap_figures(records: Sequence[Record], begin: float, end: float) -> dict[str, float | None]:
     """Return the gaps in milliseconds inside and outside an interval; `ratio` is inside p99 / outside median."""
@@ -146,28 +124,35 @@ def gap_figures(records: Sequence[Record], begin: float, end: float) -> dict[str
     }
 
 
-def ideal_seconds(ceilings: Ceilings, prompt_tokens: int, output_tokens: int, rows: int, *, head: bool = True) -> float:
-    """Return the ideal time of a load with `rows` streams; `head` includes the head for prompt tokens."""
-    speed = ceilings[_PREFILL_ROWS]["tokens_per_second" if head else "tokens_per_second_without_head"]
-    return prompt_tokens / float(speed) + output_tokens / float(ceilings[rows]["tokens_per_second"])
+def ideal_seconds(ceilings: Ceilings, prompt_tokens: int, output_tokens: int, rows: int) -> float:
+    """Return the ideal time of a load with `rows` streams."""
+    prefill = prompt_tokens / _PREFILL_ROWS * ceilings["prefill_ms"][str(_PREFILL_ROWS)]
+    return (prefill + output_tokens / rows * ceilings["decode_ms"][str(rows)]) / 1e3
 
 
-def ideal_first_token(ceilings: Ceilings, *, head: bool = True) -> float:
-    """Return the ideal seconds of a prompt of 128 tokens; without `head`, the head is computed for one row."""
-    one, prompt = ceilings[1], ceilings[_PROMPT_ROWS]
-    return float(prompt["layers_seconds"]) + float((prompt if head else one)["head_seconds"])
-
-
-async def measure_ceilings(rows: Sequence[int]) -> Ceilings:
+async def measure_ceilings(concurrency: int) -> Ceilings:
     """Run scripts/ceiling.py in a separate process, so that none of its threads remain."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scripts.ceiling", "--rows", *map(str, sorted(set(rows))),
-        stdout=asyncio.subprocess.PIPE, cwd=_ROOT,
+        sys.executable, "-m", "scripts.ceiling", "--rows", "1", str(concurrency),
+        "--prompts", str(_PROMPT_ROWS), str(_PREFILL_ROWS), stdout=asyncio.subprocess.PIPE, cwd=_ROOT,
     )  # fmt: skip
     output, _ = await process.communicate()
     if process.returncode != 0:
         raise MeasurementError("scripts/ceiling.py failed")
-    return {int(key): value for key, value in json.loads(output.splitlines()[-1]).items()}
+    found: Ceilings = json.loads(output.splitlines()[-1])
+    return found
+
+
+def faster(before: Ceilings, after: Ceilings) -> Ceilings:
+    """Return the faster of two measurements of each time; other programs can only slow a measurement down.
+
+    Prints a note to stderr for each time that has changed.
+    """
+    for kind, times in before.items():
+        for rows, ms in times.items():
+            if abs(after[kind][rows] / ms - 1) > _CEILING_DRIFT:
+                print(f"note: {kind} of {rows} rows changed; other programs may have used the machine", file=sys.stderr)
+    return {kind: {rows: min(ms, after[kind][rows]) for rows, ms in times.items()} for kind, times in before.items()}
 
 
 def report_load(name: str, summary: Summary, ceilings: Ceilings, rows: int) -> tuple[list[Line], dict[str, Any]]:
@@ -186,18 +171,11 @@ def report_load(name: str, summary: Summary, ceilings: Ceilings, rows: int) -> t
         (f"{name}: TTFT p50, TPOT p50, ITL p99 ms", latencies, ""),
     ]
     if ceilings:
-        tokens = summary.prompt_tokens, summary.output_tokens
-        ideal, ideal_without_head = (ideal_seconds(ceilings, *tokens, rows, head=head) for head in (True, False))
+        ideal = ideal_seconds(ceilings, summary.prompt_tokens, summary.output_tokens, rows)
         share = ideal / summary.seconds
-        figures |= {
-            "ideal_seconds": ideal,
-            "share_of_ideal": share,
-            "without_prompt_head": ideal_without_head / summary.seconds,
-        }
-        goal = _LOAD_GOAL if rows > 1 else None
-        figures |= goal.entry(share) if goal is not None else {}
+        figures |= {"ideal_seconds": ideal, "share_of_ideal": share}
         value = f"{share:.1%} ({ideal:.2f} of {summary.seconds:.2f} s)"
-        lines.append((f"{name}: share of the ideal time", value, goal.verdict(share) if goal is not None else ""))
+        lines.append((f"{name}: share of the ideal time", value, ""))
     return lines, figures
 
 
@@ -205,19 +183,16 @@ def report_single(summary: Summary, ceilings: Ceilings) -> tuple[list[Line], dic
     """Return table lines and JSON figures of one stream of 128 tokens beside the ceilings of 128 rows and of one."""
     if not ceilings or summary.ttft.p50 is None or summary.tpot.p50 is None:
         return [], {}
-    first, first_without_head = (ideal_first_token(ceilings, head=head) * 1e3 for head in (True, False))
-    token = 1e3 / float(ceilings[1]["tokens_per_second"])
+    first, token = ceilings["prefill_ms"][str(_PROMPT_ROWS)], ceilings["decode_ms"]["1"]
     ttft_ratio, token_ratio = summary.ttft.p50 / first, summary.tpot.p50 / token
-    figures = {
-        "ttft": {"ideal_ms": first, "ratio": ttft_ratio, "without_prompt_head": summary.ttft.p50 / first_without_head}
-        | _TTFT_GOAL.entry(ttft_ratio),
-        "token": {"ideal_ms": token, "ratio": token_ratio} | _TOKEN_GOAL.entry(token_ratio),
-    }
     lines: list[Line] = [
-        ("  TTFT over the 128-row ceiling", f"{ttft_ratio:.2f}x of {first:.1f} ms", _TTFT_GOAL.verdict(ttft_ratio)),
-        ("  TPOT over the 1-row ceiling", f"{token_ratio:.2f}x of {token:.2f} ms", _TOKEN_GOAL.verdict(token_ratio)),
+        ("  TTFT over the 128-row ceiling", f"{ttft_ratio:.2f}x of {first:.1f} ms", ""),
+        ("  TPOT over the 1-row ceiling", f"{token_ratio:.2f}x of {token:.2f} ms", ""),
     ]
-    return lines, figures
+    return lines, {
+        "ttft": {"ideal_ms": first, "ratio": ttft_ratio},
+        "token": {"ideal_ms": token, "ratio": token_ratio},
+    }
 
 
 @dataclass
@@ -227,12 +202,10 @@ class Measured:
     Attributes:
         loads: Test -> number of streams, name and figures.
         gap: Figures of test gap; None if it was not selected.
-        prefix: Figures of test prefix; None if it was not selected.
     """
 
     loads: dict[str, tuple[int, str, Summary]]
     gap: dict[str, float | None] | None = None
-    prefix: dict[str, float | int | None] | None = None
 
 
 async def measure(bench: Bench, options: argparse.Namespace) -> Measured:
@@ -247,8 +220,6 @@ async def measure(bench: Bench, options: argparse.Namespace) -> Measured:
             measured.loads[key] = (concurrency, f"{concurrency} x ({length} in, {max_tokens} out)", summary)
     if "gap" in options.tests:
         measured.gap = await bench.gap(4, 4000)
-    if "prefix" in options.tests:
-        measured.prefix = await bench.prefix(1000, 5)
     return measured
 
 
@@ -267,11 +238,6 @@ def report(measured: Measured, ceilings: Ceilings) -> tuple[list[Line], dict[str
         values = [number(gap[key]) for key in ("inside_median_ms", "inside_p99_ms", "outside_median_ms", "ratio")]
         lines.append(("token gap during prefill of 4000 tokens: median, p99 ms", ", ".join(values[:2]), ""))
         lines.append(("token gap otherwise: median ms; ratio", ", ".join(values[2:]), ""))
-    if (prefix := measured.prefix) is not None:
-        figures["prefix"] = prefix
-        times = f"{number(prefix['cold_ttft_ms'])}, {number(prefix['warm_ttft_ms'])}"
-        lines.append(("TTFT of 1000 tokens: new, cached ms", times, ""))
-        lines.append(("  ratio; cached tokens", f"{number(prefix['ratio'])}; {prefix['cached_tokens']}", ""))
     return lines, figures
 
 
@@ -320,8 +286,7 @@ async def run(options: argparse.Namespace) -> None:
     """Measure and print the results."""
     lines: list[Line] = []
     figures: dict[str, Any] = {}
-    rows = [1, options.concurrency, _PROMPT_ROWS, _PREFILL_ROWS]
-    ceilings = {} if options.no_ceiling else await measure_ceilings(rows)
+    ceilings = {} if options.no_ceiling else await measure_ceilings(options.concurrency)
     async with AsyncExitStack() as stack:
         server: Server | None = None
         if not options.url:
@@ -334,41 +299,13 @@ async def run(options: argparse.Namespace) -> None:
         bench = Bench(target, options.processes, options.max_token_id, random.Random(options.seed))
         measured = await measure(bench, options)
         memory = report_memory(server.pid) if server is not None else ([], {})
-    after = {} if options.no_ceiling else await measure_ceilings(rows)
-    for more, found in (report(measured, faster(ceilings, after)), memory):
-        lines, figures = lines + more, figures | found
     if ceilings:
-        figures |= {"ceilings": ceilings, "ceilings_after": after}
-        lines += compare_ceilings(ceilings, after)
+        ceilings = faster(ceilings, await measure_ceilings(options.concurrency))
+        figures["ceilings"] = ceilings
+    for more, found in (report(measured, ceilings), memory):
+        lines, figures = lines + more, figures | found
     print(table(lines, ["measured", "value", "goal"]))
     print(json.dumps(figures))
-
-
-def faster(before: Ceilings, after: Ceilings) -> Ceilings:
-    """Return the faster measurement of each part; other programs can only slow a measurement down."""
-    found: Ceilings = {}
-    for rows, one in before.items():
-        times = {
-            part: min(float(c[rows][part]) for c in (before, after)) for part in ("layers_seconds", "head_seconds")
-        }
-        speeds = {"tokens_per_second": rows / sum(times.values()),
-                  "tokens_per_second_without_head": rows / times["layers_seconds"]}  # fmt: skip
-        found[rows] = one | times | speeds
-    return found
-
-
-def compare_ceilings(ceilings: Ceilings, after: Ceilings) -> list[Line]:
-    """Return lines with both measurements, and print a note to stderr for each ceiling that has changed."""
-    lines: list[Line] = []
-    for count, ceiling in ceilings.items():
-        before, later = ceiling["tokens_per_second"], after[count]["tokens_per_second"]
-        name = f"ceiling of {count} rows ({ceiling['kernel']}): before, after tok/s"
-        lines.append((name, f"{number(before)}, {number(later)}", ""))
-        if abs(later / before - 1) > _CEILING_DRIFT:
-            print(
-                f"note: the ceiling of {count} rows changed; other programs may have used the machine", file=sys.stderr
-            )
-    return lines
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Client process that sends streamed requests: it reads commands from stdin and writes events to stdout.
 
-The body of a request is built when it is announced, ahead of its time, so that a long prompt causes no delay.
+The body of a request is built when its command arrives, ahead of its time, so that a long prompt causes no delay.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from scripts.loadtest.records import (
     Finish,
     Go,
     LoadRequest,
-    Prepare,
     Ready,
     Record,
     Setup,
-    Sync,
     Target,
     command_decoder,
     encode_line,
@@ -167,20 +165,15 @@ class ClientProcess:
         self._target = target
         self._url = endpoint_url(target)
         self._session = session
-        self._bodies: dict[int, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, command: Command) -> None:
         """Execute one command; requests run as tasks."""
         match command:
-            case Prepare(request):
-                self._bodies[request.index] = request_body(self._target, request)
-            case Go(index, due):
-                task = asyncio.create_task(self._run(index, due))
+            case Go(request, due):
+                task = asyncio.create_task(self._run(request, due))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case Sync():
-                _emit(Ready())
             case Cancel():
                 for task in self._tasks:
                     task.cancel()
@@ -191,11 +184,12 @@ class ClientProcess:
         """Wait for the requests in flight."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, index: int, due: float) -> None:
-        record = Record(index=index, due=due, sent=due, done=due, error=None)
+    async def _run(self, request: LoadRequest, due: float) -> None:
+        record = Record(index=request.index, due=due, sent=due, done=due, error=None)
         try:
+            body = request_body(self._target, request)
             await asyncio.sleep(due - time.monotonic())
-            await send(self._session, self._url, self._bodies.pop(index), record)
+            await send(self._session, self._url, body, record)
         except asyncio.CancelledError:
             record.error = record.error or "interrupted"
         except Exception as error:  # noqa: BLE001 - without a record the coordinator would wait forever
@@ -224,6 +218,7 @@ async def main() -> None:
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
         client = ClientProcess(target, session)
         start = cpu_seconds()
+        _emit(Ready())
         while line := await reader.readline():
             command = command_decoder.decode(line)
             if isinstance(command, Finish):

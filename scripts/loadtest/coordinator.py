@@ -1,8 +1,7 @@
 """Coordinator of a load: starts client processes, dispatches each request at its time, and collects the records.
 
-The coordinator decides order and concurrency; the processes only send. A request is announced ahead of its time, so
-that the client builds its body. It is released just before it is due or, with a concurrency limit, when another request
-has ended.
+The coordinator decides order and concurrency; the processes only send. A request is released just before it is due, so
+that the client builds its body, or, with a concurrency limit, when another request has ended.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from scripts.loadtest.records import (
     Finish,
     Go,
     LoadRequest,
-    Prepare,
     Ready,
     Record,
     Setup,
-    Sync,
     Target,
     encode_line,
     event_decoder,
@@ -37,7 +34,6 @@ from scripts.loadtest.records import (
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LEAD_SECONDS = 0.05  # time from the release of a request to its due time
-_PREPARE_AHEAD = 64  # bodies built ahead, per process
 _EXIT_SECONDS = 10.0
 
 
@@ -90,7 +86,6 @@ class Load:
         self._on_record = on_record
         self._stopping = asyncio.Event()
         self._processes: list[_Process] = []
-        self._num_announced = 0
         self._outstanding: set[int] = set()
         self._changed = asyncio.Event()
         self._result = LoadResult(num_offered=len(requests))
@@ -113,7 +108,6 @@ class Load:
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(_Process.start(self._target)) for _ in range(self._num_processes)]
             self._processes = [task.result() for task in starts]
-            self._announce(up_to=0)
             await asyncio.gather(*(process.ready() for process in self._processes))
             self._result.start = time.monotonic() + 2 * _LEAD_SECONDS
             await self._send_and_collect()
@@ -147,26 +141,16 @@ class Load:
         """Release all requests and wait until none is in flight."""
         for position, request in enumerate(self._requests):
             due = self._result.start + request.arrival
-            self._announce(up_to=position)
             if not await self._wait_until(due - _LEAD_SECONDS) or not await self._acquire():
                 break
             self._outstanding.add(request.index)
             # A request delayed by the concurrency limit is due now, so that the delay is not charged to the client.
             late = self._permits is not None and time.monotonic() > due
-            self._process_of(position).send(Go(request.index, time.monotonic() if late else due))
+            process = self._processes[position % len(self._processes)]
+            process.send(Go(request, time.monotonic() if late else due))
         while self._outstanding:
             self._changed.clear()
             await self._changed.wait()
-
-    def _process_of(self, position: int) -> _Process:
-        return self._processes[position % len(self._processes)]
-
-    def _announce(self, up_to: int) -> None:
-        """Announce requests up to this position and some that follow it."""
-        end = min(len(self._requests), up_to + _PREPARE_AHEAD * self._num_processes)
-        while self._num_announced < end:
-            self._process_of(self._num_announced).send(Prepare(self._requests[self._num_announced]))
-            self._num_announced += 1
 
     async def _wait_until(self, moment: float) -> bool:
         """Wait until a time; return False if the load stops before it."""
@@ -217,8 +201,7 @@ class _Process:
         return self
 
     async def ready(self) -> None:
-        """Wait until all previous commands are done."""
-        self.send(Sync())
+        """Wait until the process can send requests."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line or not isinstance(event_decoder.decode(line), Ready):

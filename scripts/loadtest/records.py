@@ -62,21 +62,11 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     target: Target
 
 
-class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Command to build the body of a request, which is sent later."""
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """Command to send a request at `due`."""
 
     request: LoadRequest
-
-
-class Go(msgspec.Struct, frozen=True, tag="go"):
-    """Command to send a prepared request at `due`."""
-
-    index: int
     due: float
-
-
-class Sync(msgspec.Struct, frozen=True, tag="sync"):
-    """Command to respond with `Ready` when all previous commands are done."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -87,11 +77,11 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """Last command: report the cost and exit."""
 
 
-Command = Setup | Prepare | Sync | Go | Cancel | Finish
+Command = Setup | Go | Cancel | Finish
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Event after all commands before a `Sync` are done."""
+    """First event: the process can send requests."""
 
 
 class Record(msgspec.Struct, tag="record"):

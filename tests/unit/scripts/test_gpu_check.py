@@ -14,11 +14,11 @@ import torch
 from kernels.common.triton.compilations import Benchmark
 from scripts._bench import gpu_check, gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_tests
 from scripts._bench.gpu_check_child import Child
-from scripts._bench.gpu_check_kernels import Roofline
 from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, step_cost
 from scripts._bench.gpu_check_plans import Generated, new_rows, num_pages, random_prompts, steps
 from scripts._bench.gpu_check_speed import idle_times, kernel_times, run_host
 from scripts._bench.gpu_check_speed import run as run_speed
+from scripts._bench.measurements import Roofline
 from worker.model.families import required_shapes
 
 MACHINE = Roofline("a GPU", bandwidth=4e12, operations=800e12, measured=True)
