@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.model_files import WeightSource
 from worker.quant.raw_weight import RawWeight
+from worker.quant.select import LinearScheme
 
 _HF_NAMES = {
     "self_attn.q_proj": "q",
@@ -54,6 +55,19 @@ class MemoryWeights(WeightSource):
 
     def close(self) -> None:
         pass
+
+
+def load_scheme(
+    scheme: LinearScheme, raws: Sequence[RawWeight], orders: Sequence[torch.Tensor | None] = ()
+) -> LinearScheme:
+    """Load the concatenated parts of a layer, each with its rows in the given order, and return the scheme."""
+    scheme.create_weights(sum(raw.shape[0] for raw in raws), raws[0].shape[1])
+    start = 0
+    for i, raw in enumerate(raws):
+        scheme.load_rows(start, raw, orders[i] if orders else None)
+        start += raw.shape[0]
+    scheme.after_load()
+    return scheme
 
 
 def _canonical(name: str) -> str:

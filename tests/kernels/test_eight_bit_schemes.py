@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.quantize.reference import dequantize, quantize
 from tests.fakes.pairs import slow
+from tests.fakes.weights import load_scheme
 from tests.kernels.helpers import logits
-from tests.unit.worker.model.loading.test_eight_bit import opened, quantized, write
+from tests.unit.worker.model.loading.checkpoints import opened
+from tests.unit.worker.model.loading.test_eight_bit import quantized, write
 from worker.model.linear import Placement
 from worker.quant.dense import DenseScheme, InvariantScheme
 from worker.quant.eight_bit import Fp8Scheme, Int8Scheme
@@ -47,16 +48,6 @@ def raw_weight(kind: str, num_out: int, width: int, seed: int = 0, input_scale: 
     return RawWeight(name, (num_out, width), codes, extra)  # type: ignore[arg-type]
 
 
-def loaded(scheme: LinearScheme, raws: list[RawWeight], orders: Sequence[torch.Tensor | None] = ()) -> LinearScheme:
-    scheme.create_weights(sum(raw.shape[0] for raw in raws), raws[0].shape[1])
-    start = 0
-    for i, raw in enumerate(raws):
-        scheme.load_rows(start, raw, orders[i] if orders else None)
-        start += raw.shape[0]
-    scheme.after_load()
-    return scheme
-
-
 def scheme_for(raws: list[RawWeight], device: torch.device, fixed: bool = False) -> Fp8Scheme | Int8Scheme:
     if Int8Scheme.accepts(BF16, raws):
         return Int8Scheme(BF16, device)
@@ -78,7 +69,7 @@ def test_products_of_concatenated_parts(kind: str, activation: str, first: int, 
     """Test unquantized and quantized activations, parts that end within a block, and reordered rows of one part."""
     raws = [raw_weight(kind, first, 272, 1), raw_weight(kind, 33, 272, 2)]
     order = torch.randperm(first, generator=torch.Generator().manual_seed(5))
-    scheme = loaded(scheme_for(raws, device), raws, [order, None])
+    scheme = load_scheme(scheme_for(raws, device), raws, [order, None])
     assert scheme.input_quantization is not None and scheme.input_quantization.format == activation
     dense = [raw.dequantize(torch.float32).double() for raw in raws]
     weight = torch.cat([dense[0][order], dense[1]]).to(device)
@@ -97,13 +88,13 @@ def test_blocks_keep_one_scale_per_128_features_if_possible(device: torch.device
     whole = [raw_weight("fp8 blocks", 256, 128 * 3, 1), raw_weight("fp8 blocks", 40, 128 * 3, 2)]
     cut = [whole[1], whole[0]]
     for raws, shape in ((whole, (3, 3)), (cut, (296, 3))):
-        scheme = loaded(scheme_for(raws, device), raws)
+        scheme = load_scheme(scheme_for(raws, device), raws)
         assert isinstance(scheme, Fp8Scheme) and tuple(scheme.weight.scales.shape) == shape
 
 
 def test_static_activation_scale_is_largest_of_the_parts(device: torch.device) -> None:
     raws = [raw_weight("fp8 tensor", 16, 32, 1, 0.02), raw_weight("fp8 tensor", 16, 32, 2, 0.03)]
-    scheme = loaded(scheme_for(raws, device), raws)
+    scheme = load_scheme(scheme_for(raws, device), raws)
     quantization = scheme.input_quantization
     assert quantization is not None and quantization.format == "fp8_tensor" and quantization.scale is not None
     assert quantization.scale.tolist() == [[pytest.approx(0.03)]]
@@ -112,11 +103,7 @@ def test_static_activation_scale_is_largest_of_the_parts(device: torch.device) -
 def test_padding_rows_are_zero(device: torch.device) -> None:
     for kind in ("fp8 blocks", "int8 channel"):
         raw = raw_weight(kind, 8, 64)
-        scheme = scheme_for([raw], device)
-        scheme.create_weights(12, 64)
-        scheme.load_rows(0, raw)
-        scheme.load_rows(8, raw.zero_rows(4))
-        scheme.after_load()
+        scheme = load_scheme(scheme_for([raw], device), [raw, raw.zero_rows(4)])
         out = scheme.apply(torch.ones((2, 64), dtype=BF16, device=device), None)
         assert out[:, :8].all() and not out[:, 8:].any()
 
@@ -125,7 +112,7 @@ def test_padding_rows_are_zero(device: torch.device) -> None:
 def test_deterministic_rows_are_independent_of_the_batch(kind: str, device: torch.device) -> None:
     raw = RawWeight("f32", (48, 272), torch.randn(48, 272)) if kind == "dense" else raw_weight(kind, 48, 272)
     fixed = InvariantScheme(BF16, device) if kind == "dense" else scheme_for([raw], device, fixed=True)
-    scheme = loaded(fixed, [raw])
+    scheme = load_scheme(fixed, [raw])
     x = torch.randn((70, 272), generator=torch.Generator().manual_seed(3)).to(BF16).to(device)
     whole = scheme.apply(x, None)
     for rows in (slice(0, 1), slice(60, 70)):

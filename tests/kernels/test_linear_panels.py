@@ -11,6 +11,7 @@ from kernels.ops.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, PanelLinear, Res
 from kernels.ops.linear_panels.layout import pack_codes, pack_values
 from kernels.ops.linear_panels.reference import linear as reference
 from kernels.ops.linear_panels.reference import values
+from tests.fakes.weights import load_scheme
 from worker.quant.gguf_formats import FORMATS, WeightFormat, row_bytes
 from worker.quant.panels import PanelScheme
 from worker.quant.raw_weight import RawWeight
@@ -132,10 +133,7 @@ def test_layer_has_the_values_of_the_file(formats: tuple[WeightFormat, ...], kin
     raws = [plain if name == "bf16" else raw_weight(name, (24, 128)) for name in formats]
     scheme = linear_scheme(torch.bfloat16, torch.device("cpu"), raws)
     assert isinstance(scheme, PanelScheme)
-    scheme.create_weights(24 * len(raws), 128)
-    for index, raw in enumerate(raws):
-        scheme.load_rows(24 * index, raw, torch.arange(23, -1, -1) if index == 0 else None)
-    scheme.after_load()
+    load_scheme(scheme, raws, [torch.arange(23, -1, -1)] + [None] * (len(raws) - 1))
     assert scheme.weight.kind == kind
     want = torch.cat([raw.dequantize(torch.float32) for raw in raws])
     want[:24] = want[:24].flip(0)
@@ -151,10 +149,7 @@ def test_layer_has_the_values_of_the_file(formats: tuple[WeightFormat, ...], kin
 
 def test_float32_results_are_not_rounded() -> None:
     raw = raw_weight("q8_0", (40, 64))
-    scheme = linear_scheme(torch.bfloat16, torch.device("cpu"), [raw], unrounded=True)
-    scheme.create_weights(40, 64)
-    scheme.load_rows(0, raw)
-    scheme.after_load()
+    scheme = load_scheme(linear_scheme(torch.bfloat16, torch.device("cpu"), [raw], unrounded=True), [raw])
     x = torch.randn((3, 64)).bfloat16()
     torch.testing.assert_close(scheme.apply(x, None), x.float() @ raw.dequantize(torch.float32).T, rtol=1e-5, atol=1e-5)
 

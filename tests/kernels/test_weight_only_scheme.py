@@ -13,8 +13,10 @@ import torch
 from kernels.backends.reference import DecoderOps
 from kernels.common.tolerances import TOLERANCES
 from tests.fakes.pairs import each_value, slow
+from tests.fakes.weights import load_scheme
 from tests.kernels.helpers import logits
-from tests.unit.worker.model.loading.test_gptq_awq import Made, opened, write
+from tests.unit.worker.model.loading.checkpoints import opened
+from tests.unit.worker.model.loading.test_gptq_awq import Made, write
 from worker.model.linear import Placement
 from worker.quant.dense import DenseScheme
 from worker.quant.raw_weight import Factors, RawWeight, slice_columns
@@ -45,19 +47,13 @@ def from_codes(
 
 def check(raws: list[RawWeight], device: torch.device, dtype: torch.dtype = torch.bfloat16, rows: int = 3) -> None:
     """Load the parts, the first one reordered, and compare the product with that of the dense values."""
-    num_in = raws[0].shape[1]
     assert WeightOnlyScheme.accepts(dtype, raws)
-    scheme = WeightOnlyScheme(dtype, device, raws, fixed=False)
-    scheme.create_weights(sum(raw.shape[0] for raw in raws), num_in)
     order = torch.randperm(raws[0].shape[0], generator=torch.Generator().manual_seed(5))
-    start = 0
-    for i, raw in enumerate(raws):
-        scheme.load_rows(start, raw, order if i == 0 else None)
-        start += raw.shape[0]
-    scheme.after_load()
+    orders = [order] + [None] * (len(raws) - 1)
+    scheme = load_scheme(WeightOnlyScheme(dtype, device, raws, fixed=False), raws, orders)
     dense = [raw.dequantize(torch.float32).double() for raw in raws]
     weight = torch.cat([dense[0][order], *dense[1:]])
-    x = torch.randn((rows, num_in), generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn((rows, raws[0].shape[1]), generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(weight.shape[0], generator=torch.Generator().manual_seed(2)).to(dtype)
     out = scheme.apply(x.to(device), bias.to(device))
     relative, absolute = TOLERANCES[dtype]
@@ -90,30 +86,20 @@ def test_reordered_inputs(device: torch.device) -> None:
 
 def test_scales_outside_float16_range_stay_float32(device: torch.device) -> None:
     raw = from_codes(40, 128, 4, 32, 1, scales=torch.float32)
-    scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=False)
-    scheme.create_weights(40, 128)
-    scheme.load_rows(0, raw)
-    scheme.after_load()
+    scheme = load_scheme(WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=False), [raw])
     assert scheme.weight.scales.dtype == torch.float32
     check([raw], device)
 
 
 def test_symmetric_weights_have_no_minimums(device: torch.device) -> None:
     for raw in (from_gguf("q4_0", 8, 64), from_gguf("q5_0", 8, 64), from_gguf("q8_0", 8, 64)):
-        scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=False)
-        scheme.create_weights(8, 64)
-        scheme.load_rows(0, raw)
-        scheme.after_load()
+        scheme = load_scheme(WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=False), [raw])
         assert scheme.weight.minimums is None and scheme.weight.scales.dtype == torch.float16
 
 
 def test_padding_rows_are_zero(device: torch.device) -> None:
     raw = from_gguf("q4_1", 8, 64)
-    scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=True)
-    scheme.create_weights(12, 64)
-    scheme.load_rows(0, raw)
-    scheme.load_rows(8, raw.zero_rows(4))
-    scheme.after_load()
+    scheme = load_scheme(WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=True), [raw, raw.zero_rows(4)])
     out = scheme.apply(torch.ones((2, 64), dtype=torch.bfloat16, device=device), None)
     assert out[:, :8].all() and not out[:, 8:].any()
 

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 
 from kernels.backends.reference import DecoderOps
 from kernels.common.cpu import bf16
-from shared.errors import ConfigurationError
-from tests.fakes.weights import MemoryWeights
+from tests.fakes.weights import MemoryWeights, load_scheme
 from worker.model.attention import kv_head_range
 from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead, vocabulary_shard
-from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, split_evenly
+from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear
 from worker.parallel import ParallelContext
 from worker.quant.dense import DenseScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme, packed_linears_supported
@@ -54,10 +53,7 @@ def test_schemes_multiply(dtype: torch.dtype, rows: int, has_bias: bool) -> None
     bias = random(48).to(dtype) if has_bias else None
     wanted = F.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
     for scheme in (OneDNNPackedScheme(dtype), DenseScheme(dtype, CPU)):
-        scheme.create_weights(48, 40)
-        scheme.load_rows(0, plain(weight[:30]))
-        scheme.load_rows(30, plain(weight[30:].flip(0)), torch.arange(18).flip(0))
-        scheme.after_load()
+        load_scheme(scheme, [plain(weight[:30]), plain(weight[30:].flip(0))], [None, torch.arange(18).flip(0)])
         out = scheme.apply(x, bias)
         assert out.dtype == dtype
         tolerance = 1e-4 if dtype is torch.float32 else 0.15
@@ -66,10 +62,7 @@ def test_schemes_multiply(dtype: torch.dtype, rows: int, has_bias: bool) -> None
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536)])
 def test_float32_row_is_bitwise_equal_alone_and_in_a_batch(out_features: int, in_features: int) -> None:
-    scheme = linear_scheme(torch.float32, CPU)
-    scheme.create_weights(out_features, in_features)
-    scheme.load_rows(0, plain(random(out_features, in_features)))
-    scheme.after_load()
+    scheme = load_scheme(linear_scheme(torch.float32, CPU), [plain(random(out_features, in_features))])
     x = random(32, in_features)
     whole = scheme.apply(x, None)
     for rows in (1, 2, 5, 16):
@@ -180,10 +173,3 @@ def test_vocabulary_shards_cover_each_token_once() -> None:
 def test_kv_heads_are_replicated_if_fewer_than_ranks() -> None:
     heads = [kv_head_range(2, ParallelContext(tp_rank=rank, tp_size=4)) for rank in range(4)]
     assert heads == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
-    with pytest.raises(ConfigurationError, match="3 key-value heads"):
-        kv_head_range(3, ParallelContext(tp_size=4))
-
-
-def test_uneven_splits_are_refused_with_sizes() -> None:
-    with pytest.raises(ConfigurationError, match="size 2 does not divide the model's 9 attention heads"):
-        split_evenly(9, ParallelContext(tp_size=2), "attention heads")

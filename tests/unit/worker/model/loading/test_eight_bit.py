@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelFileError
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
 from tests.fakes.weights import make_batch
+from tests.unit.worker.model.loading.checkpoints import edited, opened, write_quantized
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
-from worker.model.loading import ModelFiles, open_model
 
 FP8_BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 FP8_STATIC: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static"}
@@ -85,23 +84,15 @@ KINDS = {
 
 
 def write(folder: Path, kind: str, change: Callable[[str, Leaves], None] = lambda name, leaves: None) -> Leaves:
-    """A tiny model whose linear layers are quantized; returns what each means, by module name."""
+    """Write a tiny model whose linear layers are quantized, and return what each means, by module name."""
     config, leaves_of = KINDS[kind]
-    write_tiny_model(folder)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
-    tensors = load_file(folder / "model.safetensors")
-    meant = {}
-    for name in [name for name in tensors if "_proj" in name]:
-        module = name.removesuffix(".weight")
-        leaves, meant[module] = leaves_of(tensors.pop(name))
+
+    def quantize(module: str, values: torch.Tensor) -> tuple[Leaves, torch.Tensor]:
+        leaves, meant = leaves_of(values)
         change(module, leaves)
-        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return meant
+        return leaves, meant
 
-
-def opened(folder: Path) -> ModelFiles:
-    return open_model(str(folder), folder.parent / "cache")
+    return write_quantized(folder, config, quantize)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,9 +129,8 @@ def test_layers_that_are_not_quantized_are_read_as_they_are(tmp_path: Path) -> N
 @pytest.mark.parametrize("module", ["model.layers.1.self_attn", "model.layers.1.self_attn.k_proj"])
 def test_scales_of_key_and_value_caches_are_passed_over(tmp_path: Path, module: str) -> None:
     write(tmp_path / "m", "compressed fp8 static")
-    file = tmp_path / "m" / "model.safetensors"
-    scales = {f"{module}.{name}": torch.ones(1) for name in ("k_scale", "v_scale")}
-    save_file(load_file(file) | scales, file)
+    with edited(tmp_path / "m") as tensors:
+        tensors |= {f"{module}.{name}": torch.ones(1) for name in ("k_scale", "v_scale")}
     assert "layers.1.k.weight" in opened(tmp_path / "m").weights
 
 
@@ -223,9 +213,8 @@ def test_other_variants_are_refused(tmp_path: Path, config: dict[str, Any], mess
 def test_the_cpu_serves_the_values(tmp_path: Path, kind: str) -> None:
     meant = write(tmp_path / "m", kind)
     write_tiny_model(tmp_path / "dense")
-    tensors = load_file(tmp_path / "dense" / "model.safetensors")
-    tensors |= {f"{module}.weight": values for module, values in meant.items()}
-    save_file(tensors, tmp_path / "dense" / "model.safetensors")
+    with edited(tmp_path / "dense") as tensors:
+        tensors |= {f"{module}.weight": values for module, values in meant.items()}
     logits = []
     for name in ("m", "dense"):
         files = opened(tmp_path / name)

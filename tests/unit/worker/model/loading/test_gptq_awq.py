@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelFileError
-from tests.fakes.tiny_model import CONFIG, write_tiny_model
-from worker.model.loading import ModelFiles, open_model
+from tests.unit.worker.model.loading.checkpoints import edited, opened, write_quantized
+from worker.model.loading import ModelFiles
 
 DOWN = "mlp.down_proj"
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -68,33 +65,16 @@ class Made:
 def write(
     folder: Path, config: dict[str, Any], leaves: Any, bits: int = 4, group: int = 32, shuffled: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Replaces the linear layers of a tiny model by quantized ones; returns the values of each by module name."""
-    write_tiny_model(folder)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
-    tensors = load_file(folder / "model.safetensors")
-    values: dict[str, torch.Tensor] = {}
-    for name in [name for name in tensors if "_proj" in name]:
-        prefix = name.removesuffix(".weight")
-        out, num_in = tensors.pop(name).shape
-        made = Made(out, num_in, bits, num_in if group < 0 else group, len(values), shuffled)
-        values[prefix] = made.values
-        for leaf, array in leaves(made).items():
-            tensors[f"{prefix}.{leaf}"] = torch.from_numpy(np.ascontiguousarray(array))
-    save_file(tensors, folder / "model.safetensors")
-    return values
+    """Write a tiny model whose linear layers are quantized, and return the values of each by module name."""
+    seeds = itertools.count()
 
+    def quantize(module: str, values: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        out, num_in = values.shape
+        made = Made(out, num_in, bits, num_in if group < 0 else group, next(seeds), shuffled)
+        arrays = leaves(made)
+        return {leaf: torch.from_numpy(np.ascontiguousarray(arrays[leaf])) for leaf in arrays}, made.values
 
-@contextmanager
-def edited(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors of a checkpoint, which are saved again with the changes made to them."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    yield tensors
-    save_file(tensors, path)
-
-
-def opened(folder: Path) -> ModelFiles:
-    return open_model(str(folder), folder.parent / "cache")
+    return write_quantized(folder, config, quantize)
 
 
 def check_slices(files: ModelFiles, values: dict[str, torch.Tensor], kept: bool = True) -> None:
