@@ -218,7 +218,7 @@ class FakeGenerator:
     """
 
     def __init__(self, script: Script | None = None) -> None:
-        self.script = script or spell("Hello")
+        self.script: Script = script or spell("Hello")
         self.embedding_script: Script = embed
         self.submit_error: Exception | None = None
         self.request_timeout = 600.0

@@ -112,18 +112,6 @@ async def test_reasoning_can_be_left_out_and_is_counted(tmp_path: Path) -> None:
         assert all("reasoning" not in choice["delta"] for event in events[:-1] for choice in event["choices"])
 
 
-async def test_logprobs_of_all_tokens_in_order(tmp_path: Path) -> None:
-    text = THOUGHT + "Yes.\n" + CALL
-    async with chat_gateway(tmp_path, text) as (gateway, _):
-        body = await ask(gateway, tools=TOOLS, logprobs=True)
-        content = body["choices"][0]["logprobs"]["content"]
-        assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
-        raw = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "logprobs": True}
-        events = parse_events(await gateway.stream_raw("/v1/chat/completions", raw))
-        parts = [choice["logprobs"] for event in events[:-1] for choice in event["choices"]]
-        assert [entry for part in parts if part for entry in part["content"]] == content
-
-
 async def test_thinking_and_its_budget_reach_the_worker(tmp_path: Path) -> None:
     opening, closing = (tokenizer().token_to_id(mark) for mark in ("<think>", "</think>"))
     async with chat_gateway(tmp_path, "Yes.") as (gateway, worker):

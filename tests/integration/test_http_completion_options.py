@@ -274,9 +274,3 @@ async def test_a_disconnect_cancels_all_beams(gateway):
     task.cancel()
     assert await gateway.generations_left() == 0
     assert all(room.closed for room in gateway.generator.reservations)
-
-
-async def test_too_many_beams_name_their_parameter(gateway):
-    for fields, param in (({"n": 20}, "n"), ({"best_of": 20}, "best_of"), ({"n": 3, "stream": True}, "stream")):
-        status, body, _ = await gateway.complete(use_beam_search=True, **fields)
-        assert status == 400 and body["error"]["param"] == param, body

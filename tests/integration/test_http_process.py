@@ -21,7 +21,7 @@ from shared.messages import Bundle
 from tests.fakes.fake_worker import ENDLESS, MANY_TOKENS, FakeWorker
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import parse_events
-from tests.fakes.prepared_server import GatewayProcess
+from tests.fakes.prepared_server import MODEL, GatewayProcess, PreparedServer
 from tests.fakes.processes import shared_port
 
 MESSAGES = [{"role": "user", "content": "abc"}]
@@ -244,3 +244,38 @@ def test_two_gateways_of_one_index_do_not_share_a_port(directory):
             with GatewayProcess(directory, *flags) as second:
                 assert second.wait() == 1 and "Traceback" not in second.log()
                 assert "a gateway with --gateway-index 0 is already running" in second.log()
+
+
+async def test_excess_requests_are_refused_and_others_answered():
+    """reliability 2.5 #69"""
+    num_requests, limit = 100, 8 + 24  # running and waiting requests
+    text = "All is well. " * 4
+    flags = ("--max-waiting-requests", str(limit - 8))
+    with PreparedServer({"hello": text}, flags=flags, max_num_seqs=8) as server:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+        outcomes: list[int] = []
+
+        async def ask(session: aiohttp.ClientSession) -> None:
+            async with session.post(server.url + "/v1/chat/completions", json=body) as response:
+                answer = await response.json()
+                outcomes.append(response.status)
+                if response.status == 200:
+                    assert answer["choices"][0]["message"]["content"] == text
+                    return
+                assert response.status == 429 and answer["error"]["code"] == "rate_limit_exceeded"
+                assert 1 <= int(response.headers["Retry-After"]) <= 60 and response.headers["retry-after-ms"]
+
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            # Refused requests are answered before the admitted ones finish.
+            server.worker.faults.stalled = True
+            asking = [asyncio.create_task(ask(session)) for _ in range(num_requests)]
+            await until(lambda: len(outcomes) == num_requests - limit, 100)
+            assert set(outcomes) == {429}
+            server.worker.faults.stalled = False
+            await asyncio.gather(*asking)
+            assert outcomes[num_requests - limit :] == [200] * limit
+            # Slots are free again.
+            await ask(session)
+            assert outcomes[-1] == 200
+        assert len(server.worker.submits()) == limit + 1

@@ -114,17 +114,6 @@ async def test_failures_are_events_of_the_stream(gateway):
     assert await gateway.generations_left() == 0
 
 
-async def test_an_abandoned_stream_is_cancelled_after_its_grace_period():
-    streams = StreamStore(max_bytes=1 << 20, grace=0.05)
-    steps = [*[*spell("ab")()][:1], asyncio.Event()]
-    async with run_gateway(FakeGenerator(lambda _: list(steps)), streams=streams) as gateway:
-        identifier, _ = await first_events(gateway, 1)
-        assert await gateway.generations_left() == 0
-        assert gateway.generator.generations[0].cancelled
-        assert (await resume(gateway, identifier))[0] == 404 and len(streams) == 0
-        await until(lambda: gateway.drain.num_in_flight == 0)
-
-
 async def test_a_reader_behind_the_buffer_gets_an_error():
     streams = StreamStore(max_bytes=16 * 2000, grace=50.0)
     async with run_gateway(FakeGenerator(spell("x" * 100)), streams=streams) as gateway:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import socket
@@ -241,15 +240,3 @@ async def test_closing_fails_running_requests_and_leaves_no_descriptor(directory
             with pytest.raises(WorkerLostError):
                 await collect(generation)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
-
-
-async def test_requests_are_routed_by_prefix_and_salt(directory: Path) -> None:
-    with FakeWorker(directory, index=0) as one, FakeWorker(directory, index=1) as two:
-        async with running_core(directory) as core:
-            await joined(core, 2)
-            prefix = [5 + i % 200 for i in range(640)]
-            request = make_request([*prefix, 7], salt=b"a")
-            for _ in range(6):
-                await collect(core.generator.submit(request))
-            assert sorted([len(one.submits()), len(two.submits())]) == [0, 6]
-            assert dataclasses.replace(request, salt=b"b") != request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,11 @@ from shared.errors import (
     ContextLengthError,
     InternalError,
     ModelNotFoundError,
-    RateLimitError,
     UnavailableError,
     WorkerLostError,
 )
 from shared.messages import MAX_CHOICES, Output, Steps
-from shared.sampling_params import SamplingParams
-from tests.fakes.fake_worker import ENDLESS, LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless
+from tests.fakes.fake_worker import ENDLESS, LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour
 from tests.fakes.gateway_core import collect, ids_of, joined, linked, make_request, running_core, text_of, until
 
 HELLO = [39, 68, 75, 75, 78]
@@ -184,14 +181,6 @@ async def test_missing_finish_is_a_failure(directory: Path) -> None:
         await collect(core.generator.submit(make_request(HELLO)))
 
 
-async def test_each_token_has_one_logprob(directory: Path) -> None:
-    async with linked(directory) as (core, _):
-        request = make_request(HELLO, sampling=SamplingParams(max_tokens=20, logprobs=1))
-        deltas = await collect(core.generator.submit(request))
-        logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-        assert [entry.token_id for entry in logprobs] == [*HELLO, 2]
-
-
 async def test_malformed_frames_are_counted_and_ignored(directory: Path) -> None:
     async with linked(directory, **ENDLESS, delay=0.002) as (core, worker):
         bad: list[list[bytes]] = [
@@ -257,17 +246,6 @@ async def test_slow_consumer_is_cut_and_others_are_not(directory: Path) -> None:
         assert core.sample("slow_clients_total") == 1
 
 
-async def test_pending_deltas_are_merged(directory: Path) -> None:
-    async with linked(directory) as (core, worker):
-        async with core.generator.submit(make_request(HELLO)) as generation:
-            await until(lambda: worker.num_running == 0 and len(worker.received) > 3)
-            await until(lambda: generation.emitted_token_ids == [[*HELLO, 2]])
-            deltas = [delta async for delta in generation]
-        assert len(deltas) == 1
-        assert deltas[0].token_ids == [*HELLO, 2]
-        assert deltas[0].finish_reason == "stop"
-
-
 async def test_requests_that_do_not_fit_are_refused_with_numbers(directory: Path) -> None:
     with FakeWorker(directory, num_pages=10, max_model_len=4096):
         async with running_core(directory) as core:
@@ -286,35 +264,6 @@ async def test_requests_that_do_not_fit_are_refused_with_numbers(directory: Path
             assert core.admission.num_requests == 0
 
 
-async def test_limits_give_429(directory: Path) -> None:
-    async with linked(directory, {"max_waiting_requests": 1}, **ENDLESS, delay=0.01, max_num_seqs=2) as (core, _):
-        running = [core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) for _ in range(3)]
-        with pytest.raises(RateLimitError) as caught:
-            core.generator.submit(make_request(HELLO))
-        assert 1.0 <= caught.value.retry_after <= 60.0
-        running.pop().close()
-        core.generator.submit(make_request(HELLO)).close()
-        await anext(running[0])
-        for generation in running:
-            generation.close()
-        assert core.admission.num_requests == 0
-
-
-async def test_a_request_without_a_first_token_times_out(directory: Path) -> None:
-    async with linked(
-        directory,
-        {"request_timeout": 0.3},
-        script=endless,
-        **LONG_CONTEXT,
-        faults=Misbehaviour(skip_sequence=10**9),
-        delay=0.01,
-    ) as (core, worker):
-        with pytest.raises(UnavailableError) as caught:
-            await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
-        assert caught.value.code == "request_timeout"
-        await until(lambda: worker.num_running == 0)
-
-
 async def test_each_gateway_has_its_own_step_numbers(directory: Path) -> None:
     with FakeWorker(directory, delay=0.001):
         async with running_core(directory, gateway_id="gw-1") as one, running_core(directory, gateway_id="gw-2") as two:
@@ -326,11 +275,3 @@ async def test_each_gateway_has_its_own_step_numbers(directory: Path) -> None:
             for deltas in results:
                 assert ids_of(deltas) == [*HELLO, 2]
             assert one.registry.counters == two.registry.counters
-
-
-async def test_the_request_is_not_modified(directory: Path) -> None:
-    async with linked(directory) as (core, _):
-        request = make_request(list(HELLO))
-        before = dataclasses.replace(request, prompt_token_ids=list(HELLO))
-        await collect(core.generator.submit(request))
-        assert request == before
