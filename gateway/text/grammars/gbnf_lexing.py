@@ -7,15 +7,16 @@ conservative, and all characters beyond ASCII count as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 MAX_NODES = 2000
 """Maximum number of nodes of a grammar that is analyzed. In a larger one, all regular rules become terminals."""
-MAX_PASSES = 60
+MAX_PASSES = 120
 MAX_POSITIONS = 200
 MAX_WORK = 200_000
-"""Maximum number of positions that are visited in all automata of a grammar."""
+"""Maximum number of pairs of positions that are compared in all automata of a grammar."""
 _OTHERS = 1 << 128
 ASCII = _OTHERS - 1
 EVERYTHING = ASCII | _OTHERS
@@ -115,22 +116,15 @@ class _Sets:
         self.first = dict.fromkeys(rules, 0)
         self.nullable = dict.fromkeys(rules, False)
         self.follow = dict.fromkeys(rules, 0)
-        self.converged = self._iterate(rules, self._begin) and self._iterate(rules, self._end)
+        self.converged = any(self._is_unchanged_by_pass(rules) for _ in range(MAX_PASSES))
 
-    def _iterate(self, rules: Mapping[str, Node], update: Callable[[str, Node], None]) -> bool:
-        for _ in range(MAX_PASSES):
-            before = (dict(self.first), dict(self.nullable), dict(self.follow))
-            for name, node in rules.items():
-                update(name, node)
-            if before == (self.first, self.nullable, self.follow):
-                return True
-        return False
-
-    def _begin(self, name: str, node: Node) -> None:
-        self.first[name], self.nullable[name] = self._start(node)
-
-    def _end(self, name: str, node: Node) -> None:
-        self._walk(node, self.follow[name])
+    def _is_unchanged_by_pass(self, rules: Mapping[str, Node]) -> bool:
+        """Extend the sets by what they imply directly; return True if they were complete."""
+        before = (dict(self.first), dict(self.nullable), dict(self.follow))
+        for name, node in rules.items():
+            self.first[name], self.nullable[name] = self._start(node)
+            self._walk(node, self.follow[name])
+        return before == (self.first, self.nullable, self.follow)
 
     def _start(self, node: Node) -> tuple[int, bool]:
         """Return the first set of a node, and whether the node can be empty."""
@@ -242,34 +236,21 @@ def _extensions(name: str, rules: Mapping[str, Node], budget: _Budget) -> int:
         whole = automaton.build(rules[name])
     except (_TooLarge, RecursionError):
         return EVERYTHING
-    found = _union(automaton.masks[position] for position in whole.first) if whole.nullable else 0
-    symbols = _symbols(automaton.masks)
-    waiting = [_reached(whole.first, automaton.masks, symbol) for symbol in symbols]
-    seen: set[frozenset[int]] = set()
+    masks, following = automaton.masks, automaton.next
+    found = _union(masks[position] for position in whole.first) if whole.nullable else 0
+    extensions = [_union(masks[position] for position in positions) for positions in following]
+    # Pairs of positions that the same text reaches: if the text may end at one, the other's successors extend it.
+    waiting: list[tuple[Collection[int], Collection[int]]] = [(whole.first, whole.first)]
+    seen: set[tuple[int, int]] = set()
     while waiting:
-        state = waiting.pop()
-        if not state or state in seen:
-            continue
-        seen.add(state)
-        following = frozenset().union(*(automaton.next[position] for position in state))
-        budget.left -= len(following) * len(symbols)
+        ones, others = waiting.pop()
+        budget.left -= len(ones) * len(others)
         if budget.left < 0:
             return EVERYTHING
-        if state & whole.last:
-            found |= _union(automaton.masks[position] for position in following)
-        waiting += [_reached(following, automaton.masks, symbol) for symbol in symbols]
+        for one, other in product(ones, others):
+            if masks[one] & masks[other] and (one, other) not in seen:
+                seen.add((one, other))
+                waiting.append((following[one], following[other]))
+                if one in whole.last:
+                    found |= extensions[other]
     return found
-
-
-def _reached(positions: frozenset[int], masks: list[int], symbol: int) -> frozenset[int]:
-    return frozenset(position for position in positions if masks[position] & symbol)
-
-
-def _symbols(masks: list[int]) -> list[int]:
-    """Return one character of each class that the masks distinguish."""
-    kinds: dict[tuple[bool, ...], int] = {}
-    distinct = sorted(set(masks))
-    for bit in range(129):
-        symbol = 1 << bit
-        kinds.setdefault(tuple(bool(mask & symbol) for mask in distinct), symbol)
-    return [symbol for signature, symbol in kinds.items() if any(signature)]
