@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -97,7 +96,7 @@ class Siblings:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
         await runner.setup()
         path = peer_socket(self._directory, self._index)
-        if await asyncio.to_thread(_answers, path):
+        if await _answers(path):
             raise ConfigurationError(
                 f"a gateway with --gateway-index {self._index} is already running in {self._directory}; "
                 "give each gateway an index of its own"
@@ -255,14 +254,14 @@ def _identity_headers(request: web.Request) -> dict[str, str]:
     return {_OWNER: identity.key_hash.hex(), _SCOPE: identity.scope.value}
 
 
-def _answers(path: Path) -> bool:
+async def _answers(path: Path) -> bool:
     """Return True if a process listens; a socket file may be left over from a process that died."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_PATIENCE_SECONDS)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
+    try:
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            _, writer = await asyncio.open_unix_connection(path)
+    except OSError:  # also a timeout
+        return False
+    writer.close()
     return True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -168,12 +169,8 @@ class _Keys:
         """Return the object with these members."""
         result = dict(pairs)
         if len(result) != len(pairs):
-            left = set(result)
-            for key, _ in pairs:
-                if key not in left:
-                    self._repeating[id(result)] = (result, key)
-                    break
-                left.remove(key)
+            counts = Counter(key for key, _ in pairs)
+            self._repeating[id(result)] = (result, next(key for key, count in counts.items() if count > 1))
         return result
 
     def check(self, whole: dict[str, Any]) -> None:

@@ -206,10 +206,7 @@ class _Writer:
         return self._sse.writable
 
     def receive(self, deltas: Sequence[TextDelta]) -> None:
-        if len(deltas) == 1:
-            data = self._encode(*self._event(0, deltas[0]))
-        else:
-            data = b"".join([self._encode(*self._event(0, delta)) for delta in deltas])
+        data = b"".join([self._encode(*self._event(0, delta)) for delta in deltas])
         if data:
             self._sse.write(data)
 
