@@ -22,7 +22,6 @@ from gateway.stores.ids import shown_id
 from gateway.text.offload import run_in_thread_if_large
 from shared.errors import InvalidRequestError, NotFoundError
 
-MAX_RESPONSES = 100_000
 _OVERHEAD = 1024
 """Approximate bytes of a response besides its texts."""
 _PART_OVERHEAD = 192
@@ -137,16 +136,13 @@ class ResponseStore:
         *,
         max_bytes: int,
         time_to_live: float,
-        max_responses: int = MAX_RESPONSES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_bytes = max_bytes
-        self._max_responses = max_responses
         self._time_to_live = time_to_live
         self._clock = clock
         self._shares: dict[bytes, _KeyResponses] = {}
         self._bytes = Holdings()
-        self._counts = Holdings()
         # Owner and time of last use of each response, least recently used first.
         self._used: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
         # Responses that were deleted while they ran, until they end.
@@ -183,12 +179,9 @@ class ResponseStore:
             return
         owner = response.owner
         self._bytes.add(owner, self._shares.setdefault(owner, _KeyResponses()).add(identifier, response))
-        self._counts.add(owner, 1)
         self._used[identifier] = owner, self._clock()
         while self._bytes.total > self._max_bytes:
-            self._remove_oldest(self._bytes.largest())
-        while self._counts.total > self._max_responses:
-            self._remove_oldest(self._counts.largest())
+            self._remove(next(iter(self._shares[self._bytes.largest()].responses)))
         self.expire()
 
     def get(self, identifier: str, owner: bytes) -> StoredResponse:
@@ -247,16 +240,12 @@ class ResponseStore:
                 return
             self._remove(identifier)
 
-    def _remove_oldest(self, owner: bytes) -> None:
-        self._remove(next(iter(self._shares[owner].responses)))
-
     def _remove(self, identifier: str) -> None:
         if (found := self._used.pop(identifier, None)) is None:
             return
         owner, _ = found
         share = self._shares[owner]
         self._bytes.add(owner, -share.remove(identifier))
-        self._counts.add(owner, -1)
         if not share.responses:
             del self._shares[owner]
 

@@ -89,14 +89,6 @@ def test_a_key_with_much_data_evicts_nothing_of_a_key_with_little():
     assert len(names_of(store, b"little", [*few, *more])) == len(names_of(store, b"much", many)) == 10
 
 
-def test_a_key_with_many_responses_loses_its_own():
-    store = ResponseStore(max_bytes=1 << 30, time_to_live=1.0, max_responses=10)
-    store.put("large", stored(100_000, owner=b"little"))
-    for number in range(100):
-        store.put(str(number), stored(owner=b"much"))
-    assert len(store) == 10 and "large" in store and "91" in store and "90" not in store
-
-
 def test_items_are_evicted_with_their_response():
     store = ResponseStore(max_bytes=5 * stored(1000, item_ids=("x",)).size, time_to_live=1.0)
     store.put("a", stored(1000, owner=b"little", item_ids=("x",)))
