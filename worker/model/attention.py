@@ -11,7 +11,6 @@ from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.attention.inputs import AttentionGeometry, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages
 from kernels.ops.decoder_layers.inputs import Linear
-from shared.errors import ConfigurationError
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, split_evenly
 from worker.model.loading.model_files import WeightSource
 from worker.model.rope import half_split_rows
@@ -22,11 +21,7 @@ from worker.parallel import ParallelContext
 def kv_head_range(num_kv_heads: int, parallel: ParallelContext) -> slice:
     """Return the KV heads of this rank: an even share, or one head that several ranks replicate."""
     if num_kv_heads >= parallel.tp_size:
-        return split_evenly(num_kv_heads, parallel, "key-value heads")
-    if parallel.tp_size % num_kv_heads:
-        raise ConfigurationError(
-            f"tensor-parallel size {parallel.tp_size} is not a multiple of the model's {num_kv_heads} key-value heads"
-        )
+        return split_evenly(num_kv_heads, parallel)
     head = parallel.tp_rank * num_kv_heads // parallel.tp_size
     return slice(head, head + 1)
 
@@ -35,7 +30,7 @@ def attention_geometry(
     spec: DecoderSpec, page_size: int, window: int | None, parallel: ParallelContext
 ) -> AttentionGeometry:
     """Return the shapes of this rank's attention operation."""
-    heads = split_evenly(spec.num_heads, parallel, "attention heads")
+    heads = split_evenly(spec.num_heads, parallel)
     kv_heads = kv_head_range(spec.num_kv_heads, parallel)
     return AttentionGeometry(
         num_heads=heads.stop - heads.start,
@@ -54,7 +49,7 @@ class Attention:
     def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         prefix = f"layers.{layer}"
         dim = spec.head_dim
-        heads = split_evenly(spec.num_heads, place.parallel, "attention heads")
+        heads = split_evenly(spec.num_heads, place.parallel)
         kv_heads = kv_head_range(spec.num_kv_heads, place.parallel)
         self._ops = ops
         q_order = k_order = head_order = None

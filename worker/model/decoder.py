@@ -57,7 +57,7 @@ class FeedForward:
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         prefix = f"layers.{layer}"
-        rows = split_evenly(spec.intermediate_size, place.parallel, "feed-forward features")
+        rows = split_evenly(spec.intermediate_size, place.parallel)
         self._ops = ops
         self._activation = spec.activation
         parts = [Part(f"{prefix}.gate", rows), Part(f"{prefix}.up", rows)]

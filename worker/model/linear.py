@@ -9,7 +9,6 @@ import torch
 
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.decoder_layers.inputs import Linear
-from shared.errors import ConfigurationError
 from worker.model.loading.model_files import WeightSource
 from worker.parallel import ParallelContext
 from worker.quant.panels import PanelScheme
@@ -61,12 +60,8 @@ class Part:
         return int(self.rows.stop - self.rows.start)
 
 
-def split_evenly(total: int, parallel: ParallelContext, what: str) -> slice:
-    """Return this rank's share of `total`. Raises ConfigurationError if it cannot be divided."""
-    if total % parallel.tp_size:
-        raise ConfigurationError(
-            f"tensor-parallel size {parallel.tp_size} does not divide the model's {total} {what}; choose a divisor"
-        )
+def split_evenly(total: int, parallel: ParallelContext) -> slice:
+    """Return this rank's share of `total`, which the number of ranks divides (executor.ranks.check_parallel_size)."""
     share = total // parallel.tp_size
     return slice(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
 
