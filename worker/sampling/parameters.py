@@ -130,8 +130,17 @@ class SamplingParameters:
     def penalty_inputs(self, sampled: SampledRows, penalized: Listed, slots: torch.Tensor) -> PenaltyInputs:
         """Return the factors and counts of the rows with penalties."""
         factors = self.words(sampled, penalized).view(torch.float32)[:, at.REPETITION : at.REPETITION + 3]
-        extra = sampled.proposed if sampled.verification is None else sampled.verification.extra
-        return self.penalties.inputs(penalized.index, slots, factors.t().contiguous(), extra)
+        repetition, presence, frequency = factors.t().contiguous().unbind(0)
+        return PenaltyInputs(
+            rows=penalized.index,
+            slots=slots,
+            output_counts=self.penalties.output_counts,
+            in_prompt=self.penalties.in_prompt,
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+            extra=sampled.proposed if sampled.verification is None else sampled.verification.extra,
+        )
 
     def extend_inputs(self, sampled: SampledRows, listed: Listed) -> ExtendInputs:
         """Return the extended filters of the listed rows."""

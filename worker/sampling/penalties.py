@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.ops.sampling.inputs import PenaltyInputs
 from worker.sampling.sampled_rows import Integers
 
 _FIRST_SLOTS = 4
@@ -24,7 +23,7 @@ class PenaltyTables:
         self._slot_of_row: Integers = np.full(max_num_seqs, -1, dtype=np.int64)
         self._free: list[int] = []
         self.output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
     def allocate(self, row: int) -> None:
         """Allocate a slot for the row if it has none. `count` initializes it."""
@@ -45,7 +44,7 @@ class PenaltyTables:
         slot = int(self._slot_of_row[row])
         ids = token_ids.long()
         prompt, output = ids[:num_prompt_tokens], ids[num_prompt_tokens:]
-        self._in_prompt[slot].zero_().index_fill_(0, prompt, True)
+        self.in_prompt[slot].zero_().index_fill_(0, prompt, True)
         ones = torch.ones_like(output, dtype=torch.int32)
         self.output_counts[slot].zero_().index_add_(0, output, ones)
 
@@ -53,29 +52,6 @@ class PenaltyTables:
         """Return the [P] int64 slots of rows that all have one."""
         slots: Integers = self._slot_of_row[rows]
         return slots
-
-    def inputs(
-        self, indices: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor, extra: torch.Tensor | None = None
-    ) -> PenaltyInputs:
-        """Return the inputs of the penalty op.
-
-        Args:
-            indices: [P] rows of the logits.
-            slots: [P] slots of these rows.
-            factors: [3, P] repetition, presence and frequency.
-            extra: [P, E] drafts to count in addition; -1 for none.
-        """
-        repetition, presence, frequency = factors.unbind(0)
-        return PenaltyInputs(
-            rows=indices,
-            slots=slots,
-            output_counts=self.output_counts,
-            in_prompt=self._in_prompt,
-            repetition=repetition,
-            presence=presence,
-            frequency=frequency,
-            extra=extra,
-        )
 
     def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Count one sampled token in each slot. The negative ids of failed requests count as 0."""
@@ -89,5 +65,5 @@ class PenaltyTables:
         old, num_rows = self.output_counts.shape[0], len(self._slot_of_row)
         added = min(max(old, _FIRST_SLOTS), num_rows - old)
         self.output_counts = torch.cat((self.output_counts, self.output_counts.new_zeros(added, self._vocab_size)))
-        self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(added, self._vocab_size)))
+        self.in_prompt = torch.cat((self.in_prompt, self.in_prompt.new_zeros(added, self._vocab_size)))
         self._free.extend(range(old, old + added))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,22 +35,15 @@ class Checkpoint:
 
 def open_checkpoint(paths: list[Path], weight_map: Mapping[str, str] | None = None) -> Checkpoint:
     """Open files and, with an index, check that each tensor is in the file that the index names."""
-    files: list[SafetensorsFile] = []
-    try:
-        # One by one, so that files already open are closed when one fails.
-        for path in paths:
-            files.append(SafetensorsFile(path))  # noqa: PERF401
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(contextlib.closing(SafetensorsFile(path))) for path in paths]
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-        if weight_map is not None:
-            by_name = {file.name: file for file in files}
-            for name, file_name in weight_map.items():
-                if name not in by_name[file_name].tensors:
-                    raise ModelFileError(f"{file_name}: tensor {readable(name)} is missing, though the index names it")
-                tensors[name] = by_name[file_name].tensors[name]
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
+        by_name = {file.name: file for file in files}
+        for name, file_name in (weight_map or {}).items():
+            if name not in by_name[file_name].tensors:
+                raise ModelFileError(f"{file_name}: tensor {readable(name)} is missing, though the index names it")
+            tensors[name] = by_name[file_name].tensors[name]
+        opened.pop_all()
     return Checkpoint(files, tensors)
 
 

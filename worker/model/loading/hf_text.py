@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,7 @@ def _tokenizer_json(folder: Path, cache_dir: Path) -> bytes:
     path = folder / "tokenizer.json"
     if path.exists():
         return read_bounded(path, _MAX_TOKENIZER)
-    try:
-        digest = hashlib.sha256(f"transformers {version('transformers')}".encode())
-    except PackageNotFoundError:
-        raise ModelFileError(
-            "tokenizer.json is missing, and so is the package transformers, which could create it"
-        ) from None
+    digest = hashlib.sha256(f"transformers {version('transformers')}".encode())
     for name in _TOKENIZER_FILES:
         if (folder / name).exists():
             digest.update(name.encode() + hashlib.sha256(read_bounded(folder / name, _MAX_TOKENIZER)).digest())
