@@ -7,7 +7,7 @@ import pytest
 from gateway.api.common import chat_prompt
 from gateway.flow.events import TextDelta
 from shared.errors import WorkerLostError
-from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeModels, facts, spell
 from tests.fakes.http_gateway import run_gateway
 
 
@@ -66,18 +66,6 @@ async def test_one_failing_prompt_fails_the_request_and_cancels_the_others(gatew
     assert await gateway.generations_left() == 0
 
 
-async def test_second_prompt_refused_cancels_the_first():
-    class Refusing(FakeGenerator):
-        def submit(self, request):
-            if self.generations:
-                raise WorkerLostError("no more")
-            return super().submit(request)
-
-    async with run_gateway(Refusing()) as gateway:
-        assert (await gateway.complete(prompt=["a", "b"]))[0] == 503
-        assert gateway.generator.generations[0].cancelled and not gateway.generator.live
-
-
 async def test_echo_with_logprobs(gateway):
     # 50
     gateway.generator.script = spell("c")
@@ -96,12 +84,6 @@ async def test_echo_with_logprobs(gateway):
         for name, values in (event["choices"][0]["logprobs"] or {}).items():
             joined[name] += values
     assert text == choice["text"] and joined == logprobs
-
-
-async def test_echo_of_token_ids_and_several_choices(gateway):
-    gateway.generator.script = spell("c")
-    _, body, _ = await gateway.complete(prompt=[[97], [98]], echo=True, n=2)
-    assert [choice["text"] for choice in body["choices"]] == ["ac", "ac", "bc", "bc"]
 
 
 async def test_tokenize_and_detokenize(gateway):

@@ -147,16 +147,6 @@ async def test_a_background_stream_begins_with_its_queued_state(gateway):
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-async def test_deleting_leaves_nothing_in_the_stores(gateway):
-    for _ in range(20):
-        made = (await create(gateway, background=True))[1]["id"]
-        assert (await ask(gateway, "DELETE", f"/v1/responses/{made}"))[0] == 200
-    assert await gateway.generations_left() == 0
-    responses, streams = gateway.app[SERVICES].responses, gateway.app[SERVICES].streams
-    assert len(responses) == len(streams) == responses.num_bytes == streams.num_bytes == 0
-    assert not responses._deleted and not responses._shares
-
-
 async def test_a_truncated_call_is_not_continued(gateway):
     gateway.models.entry.formats = ModelFormats(template=SUPPORT, tools=TOOL_FORMATS["hermes"])
     call = ToolCallDelta(0, '{"a', "call_1", "f")

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
-from shared.messages import DraftCounts, Submit, WorkerStats
-from shared.metrics import WorkerCollector
+from shared.messages import DraftCounts, Submit
 from tests.fakes.chat_gateway import MODEL, ask, chat_gateway
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import running_core, until
@@ -101,24 +99,3 @@ async def test_speculation_requires_that_all_workers_draft(tmp_path: Path) -> No
                 assert core.registry.model("fake").facts.speculative_method == "off"
             await until(lambda: len(core.registry.model("fake").workers) == 1)
             assert core.registry.model("fake").facts.speculative_method == "ngram"
-
-
-async def test_metrics_of_a_worker(tmp_path: Path) -> None:
-    counters = {"spec_decode_num_drafts_total": 4.0, "spec_decode_draft_seconds_total": 0.5}
-    stats = WorkerStats(counters=counters, accepted_per_position=[3, 1, 0])
-    with FakeWorker(tmp_path, stats=stats):
-        async with running_core(tmp_path) as core:
-            await until(lambda: [one.stats for one in core.registry.snapshots()] == [stats])
-            registry = CollectorRegistry()
-            registry.register(WorkerCollector(core.registry.snapshots))
-            text = generate_latest(registry).decode()
-    lines = [line for line in text.splitlines() if line.startswith("pelton:spec_decode_")]
-    assert lines == [
-        'pelton:spec_decode_num_drafts_total{model_name="fake",worker="0"} 4.0',
-        'pelton:spec_decode_num_draft_tokens_total{model_name="fake",worker="0"} 0.0',
-        'pelton:spec_decode_num_accepted_tokens_total{model_name="fake",worker="0"} 0.0',
-        'pelton:spec_decode_draft_seconds_total{model_name="fake",worker="0"} 0.5',
-        'pelton:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="0",worker="0"} 3.0',
-        'pelton:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="1",worker="0"} 1.0',
-        'pelton:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="2",worker="0"} 0.0',
-    ]
