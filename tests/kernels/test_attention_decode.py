@@ -15,6 +15,7 @@ from kernels.ops.attention_decode.cases import CASES, Case, Tensors, make_tensor
 from kernels.ops.attention_decode.triton import attention_decode
 from kernels.ops.attention_work.inputs import DecodeScratch, make_scratch
 from kernels.ops.attention_work.triton import build_work
+from tests.fakes.pairs import each_value, slow
 
 
 def run(case: Case, tensors: Tensors) -> torch.Tensor:
@@ -53,20 +54,18 @@ def test_cases(case: Case, device: torch.device) -> None:
     check(case, device)
 
 
-@pytest.mark.parametrize("kv_format", ["dense", "fp8", "int8", "int4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
+@each_value(dtype=[torch.bfloat16, torch.float16, torch.float32], kv_format=["dense", "fp8", "int8", "int4"], ids=str)
 def test_formats(kv_format: KVFormat, dtype: torch.dtype, device: torch.device) -> None:
     requests = ((1, 1), (1, 300), (3, 70), (1, 0))
     check(Case("formats", requests, kv_format=kv_format, dtype=dtype, softcap=30.0, window=280, sinks=True), device)
 
 
-@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 256])
+@each_value(head_dim=[80, 96, 128, 256], kv_format=["fp8", "int8", "int4"])
 def test_formats_of_other_heads(kv_format: KVFormat, head_dim: int, device: torch.device) -> None:
     check(Case("heads", ((1, 40), (2, 300)), head_dim=head_dim, kv_format=kv_format), device)
 
 
-@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_format", ["fp8", slow("int8"), slow("int4")])
 def test_small_values_with_float16(kv_format: KVFormat, device: torch.device) -> None:
     """Test weights that are too small for float16 after multiplication with the scale of a value."""
     case = Case("small", ((1, 700), (2, 40)), kv_format=kv_format, dtype=torch.float16)

@@ -17,6 +17,7 @@ from kernels.ops.sampling.philox import gumbel_noise
 from kernels.ops.sampling.triton_random import gumbel, gumbel_bound, philox_words, words_of_tokens
 from kernels.ops.sampling.triton_splits import Split
 from shared.sampling_params import MAX_LOGPROBS
+from tests.fakes.pairs import slow
 
 SMALL = [case for case in CASES if case.vocab_size <= 5000 and case.name != "top_k in the last bucket"]
 FILTERS = (
@@ -67,7 +68,7 @@ def test_ids_equal_the_reference_on_a_whole_vocabulary(device):
     assert torch.equal(sample(logits, inputs, device), reference.sample(logits, inputs))
 
 
-@pytest.mark.parametrize("spread, step", [(0.3, 0.0), (2.5, 0.25), (40.0, 0.0)])
+@pytest.mark.parametrize("spread, step", [slow(0.3, 0.0), (2.5, 0.25), slow(40.0, 0.0)])
 def test_filter_borders_beyond_the_candidates_are_found(spread, step, tiny_splits, device):
     case = SamplingCase("", len(FILTERS), 300, spread, FILTERS, step=step)
     logits, inputs = make_case(case)
@@ -80,7 +81,7 @@ def test_ids_agree_over_many_positions(tiny_splits, device):
     assert torch.equal(sample(logits, inputs, device, poison=-1), reference.sample(logits, inputs))
 
 
-@pytest.mark.parametrize("vocab", [40, 200])
+@pytest.mark.parametrize("vocab", [slow(40), 200])
 def test_equal_logits_are_kept_by_lowest_id(vocab, tiny_splits, device):
     rows = ((1.0, 3, 1.0, 0.0), (1.0, 0, 0.1, 0.0), (1.0, 0, 0.5, 0.5), (1.0, 33, 0.5, 0.0))
     logits = torch.zeros(8, vocab)
