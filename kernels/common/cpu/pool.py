@@ -90,6 +90,12 @@ class Kernel:
         self._parallel: Callable[..., None] | None = _openmp()
         self._zeros: list[ctypes.c_int64 | int] = [0] * NUM_COUNTERS
 
+    def store(self, first: int, *values: torch.Tensor | int | None) -> None:
+        """Store integers and addresses of tensors, 0 for None, in the block from word `first` on."""
+        self.block[first : first + len(values)] = [
+            0 if value is None else value if isinstance(value, int) else value.data_ptr() for value in values
+        ]
+
     def run(self, num_threads: int) -> None:
         """Run with the contents of the block on at most `num_threads` threads."""
         self.block[COUNTERS:] = self._zeros

@@ -41,6 +41,15 @@ def inner_numpy(function: Callable[..., Any]) -> Any:
     return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
+def inner_sums(function: Callable[..., Any]) -> Any:
+    """Compile as `inner_numpy` does; sums may be reordered, so that plain loops over a row are vectorized.
+
+    The order depends only on the length of the row.
+    """
+    reorder = {"reassoc"}
+    return njit(error_model="numpy", fastmath=reorder, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
 class _VectorType(types.Type):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(name=f"float32x{WIDTH}")
@@ -143,7 +152,15 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.select(tiny, const(VEC, 0.0), builder.fmul(series, builder.bitcast(exponent, VEC)))
 
 
-def _emit(result: Any, arguments: tuple[Any, ...], body: Callable[..., Any]) -> tuple[Any, Any]:
+def emit(result: Any, arguments: tuple[Any, ...], body: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return the signature of an intrinsic and the function that writes its code.
+
+    Args:
+        result: Type of the result.
+        arguments: Types of the arguments.
+        body: Function of a builder and the arguments; it returns the result, or None for a void result.
+    """
+
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         out = body(builder, *values)
         return context.get_dummy_value() if out is None else out
@@ -151,80 +168,118 @@ def _emit(result: Any, arguments: tuple[Any, ...], body: Callable[..., Any]) -> 
     return result(*arguments), codegen
 
 
+def operation(num_literals: int, count: int, describe: Callable[..., Any], result: Any = types.void) -> Any:
+    """Return an intrinsic whose arguments are literals, then `count` int64; its code is shared by all callers.
+
+    Args:
+        num_literals: Number of literals.
+        count: Number of arguments after them.
+        describe: Function of the literals' values that returns the name of the LLVM function and a function that writes
+            its body, given a builder and the arguments, and returns its result.
+        result: types.void or types.int64.
+    """
+
+    @intrinsic(prefer_literal=True)
+    def call(typing: Any, *arguments: Any) -> Any:
+        literals = arguments[:num_literals]
+        name, body = describe(*(literal.literal_value for literal in literals))
+
+        def write(builder: Any, packed: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType() if result is types.void else I64, [I64] * count)
+            function = llvm.get_or_insert_function(builder.module, kind, name)
+            if function.is_declaration:
+                function.linkage = "internal"
+                function.attributes.add("noinline")
+                inside = ir.IRBuilder(function.append_basic_block("entry"))
+                value = body(inside, list(function.args))
+                if value is None:
+                    inside.ret_void()
+                else:
+                    inside.ret(value)
+            values = [builder.extract_value(packed, num_literals + i) for i in range(count)]
+            value = builder.call(function, values)
+            return None if result is types.void else value
+
+        return emit(result, (types.StarArgTuple([*literals, *[types.int64] * count]),), write)
+
+    return call
+
+
 @intrinsic(prefer_literal=True)
 def vload(typing: Any, address: Any, bf16: Any) -> Any:
     """Load 16 adjacent values from an address."""
     narrow = bool(bf16.literal_value)
-    return _emit(vector, (types.int64, bf16), lambda b, a, _: load(b, a, narrow))
+    return emit(vector, (types.int64, bf16), lambda b, a, _: load(b, a, narrow))
 
 
 @intrinsic(prefer_literal=True)
 def vstore(typing: Any, address: Any, values: Any, bf16: Any) -> Any:
     """Store 16 adjacent values."""
     narrow = bool(bf16.literal_value)
-    return _emit(types.void, (types.int64, vector, bf16), lambda b, a, v, _: store(b, a, v, narrow))
+    return emit(types.void, (types.int64, vector, bf16), lambda b, a, v, _: store(b, a, v, narrow))
 
 
 @intrinsic(prefer_literal=True)
-def vscatter(typing: Any, address: Any, stride: Any, values: Any, bf16: Any) -> Any:
-    """Store lane i at address + i * stride bytes; stride is a literal."""
-    narrow, step = bool(bf16.literal_value), stride.literal_value
+def vscatter(typing: Any, stride: Any, bf16: Any, address: Any, values: Any) -> Any:
+    """Store lane i `stride` values after lane i - 1; `stride` and `bf16` are literals."""
+    narrow = bool(bf16.literal_value)
+    step = stride.literal_value * (2 if narrow else 4)
 
-    def body(b: Any, a: Any, _stride: Any, v: Any, _bf16: Any) -> None:
+    def body(b: Any, _stride: Any, _bf16: Any, a: Any, v: Any) -> None:
         lanes = to_bf16(b, v) if narrow else v
         for lane in range(WIDTH):
             target = pointer(b, b.add(a, I64(lane * step)), lanes.type.element)
             b.store(b.extract_element(lanes, I32(lane)), target)
 
-    return _emit(types.void, (types.int64, stride, vector, bf16), body)
+    return emit(types.void, (stride, bf16, types.int64, vector), body)
 
 
 @intrinsic
 def vsplat(typing: Any, scalar: Any) -> Any:
     """Return a vector with the scalar in every lane."""
-    return _emit(vector, (types.float32,), splat)
+    return emit(vector, (types.float32,), splat)
 
 
 @intrinsic
 def vadd(typing: Any, x: Any, y: Any) -> Any:
     """Return x + y."""
-    return _emit(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
+    return emit(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
 
 
 @intrinsic
 def vsub(typing: Any, x: Any, y: Any) -> Any:
     """Return x - y."""
-    return _emit(vector, (vector, vector), lambda b, x, y: b.fsub(x, y))
+    return emit(vector, (vector, vector), lambda b, x, y: b.fsub(x, y))
 
 
 @intrinsic
 def vmul(typing: Any, x: Any, y: Any) -> Any:
     """Return x * y."""
-    return _emit(vector, (vector, vector), lambda b, x, y: b.fmul(x, y))
+    return emit(vector, (vector, vector), lambda b, x, y: b.fmul(x, y))
 
 
 @intrinsic
 def vdiv(typing: Any, x: Any, y: Any) -> Any:
     """Return x / y."""
-    return _emit(vector, (vector, vector), lambda b, x, y: b.fdiv(x, y))
+    return emit(vector, (vector, vector), lambda b, x, y: b.fdiv(x, y))
 
 
 @intrinsic
 def vfma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z."""
-    return _emit(vector, (vector, vector, vector), fma)
+    return emit(vector, (vector, vector, vector), fma)
 
 
 @intrinsic
 def vmax(typing: Any, x: Any, y: Any) -> Any:
     """Return the larger value of each lane; a NaN lane keeps the other's value."""
-    return _emit(vector, (vector, vector), lambda b, x, y: call(b, "maxnum", VEC, x, y))
+    return emit(vector, (vector, vector), lambda b, x, y: call(b, "maxnum", VEC, x, y))
 
 
 @intrinsic
 def vexp(typing: Any, x: Any) -> Any:
     """Return exp of each lane."""
-    return _emit(vector, (vector,), exp)
+    return emit(vector, (vector,), exp)
 
 
 @intrinsic
@@ -234,7 +289,7 @@ def vsilu(typing: Any, x: Any) -> Any:
     def body(b: Any, v: Any) -> Any:
         return b.fdiv(v, b.fadd(const(VEC, 1.0), exp(b, b.fsub(const(VEC, 0.0), v))))
 
-    return _emit(vector, (vector,), body)
+    return emit(vector, (vector,), body)
 
 
 @intrinsic
@@ -245,7 +300,18 @@ def vkeep(typing: Any, x: Any, count: Any, other: Any) -> Any:
         index = const(ir.VectorType(I64, WIDTH), list(range(WIDTH)))
         return b.select(b.icmp_signed("<", index, splat(b, limit)), v, splat(b, fill))
 
-    return _emit(vector, (vector, types.int64, types.float32), body)
+    return emit(vector, (vector, types.int64, types.float32), body)
+
+
+@intrinsic
+def vdrop(typing: Any, x: Any, count: Any, other: Any) -> Any:
+    """Keep lanes from `count` on and replace the others by `other`."""
+
+    def body(b: Any, v: Any, limit: Any, fill: Any) -> Any:
+        index = const(ir.VectorType(I64, WIDTH), list(range(WIDTH)))
+        return b.select(b.icmp_signed("<", index, splat(b, limit)), splat(b, fill), v)
+
+    return emit(vector, (vector, types.int64, types.float32), body)
 
 
 def fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -265,13 +331,13 @@ def fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
 @intrinsic
 def vsum(typing: Any, x: Any) -> Any:
     """Return the sum of the lanes, by halves."""
-    return _emit(types.float32, (vector,), lambda b, v: fold(b, v, b.fadd))
+    return emit(types.float32, (vector,), lambda b, v: fold(b, v, b.fadd))
 
 
 @intrinsic
 def vhighest(typing: Any, x: Any) -> Any:
     """Return the largest lane."""
-    return _emit(
+    return emit(
         types.float32, (vector,), lambda b, v: fold(b, v, lambda x, y: b.select(b.fcmp_ordered("ogt", x, y), x, y))
     )
 
@@ -279,7 +345,7 @@ def vhighest(typing: Any, x: Any) -> Any:
 @intrinsic
 def load_f32(typing: Any, address: Any) -> Any:
     """Load one float32."""
-    return _emit(types.float32, (types.int64,), lambda b, a: b.load(pointer(b, a, F32)))
+    return emit(types.float32, (types.int64,), lambda b, a: b.load(pointer(b, a, F32)))
 
 
 @intrinsic
@@ -289,25 +355,25 @@ def store_f32(typing: Any, address: Any, value: Any) -> Any:
     def body(b: Any, a: Any, v: Any) -> None:
         b.store(v, pointer(b, a, F32))
 
-    return _emit(types.void, (types.int64, types.float32), body)
+    return emit(types.void, (types.int64, types.float32), body)
 
 
 @intrinsic
 def load_i32(typing: Any, address: Any) -> Any:
     """Load one int32 as int64."""
-    return _emit(types.int64, (types.int64,), lambda b, a: b.sext(b.load(pointer(b, a, I32)), I64))
+    return emit(types.int64, (types.int64,), lambda b, a: b.sext(b.load(pointer(b, a, I32)), I64))
 
 
 @intrinsic
 def load_i64(typing: Any, address: Any) -> Any:
     """Load one int64."""
-    return _emit(types.int64, (types.int64,), lambda b, a: b.load(pointer(b, a, I64)))
+    return emit(types.int64, (types.int64,), lambda b, a: b.load(pointer(b, a, I64)))
 
 
 @intrinsic
 def atomic_add(typing: Any, address: Any, value: Any) -> Any:
     """Add to an int64 that threads share; return its previous value."""
-    return _emit(
+    return emit(
         types.int64, (types.int64, types.int64), lambda b, a, v: b.atomic_rmw("add", pointer(b, a, I64), v, "seq_cst")
     )
 
@@ -315,7 +381,7 @@ def atomic_add(typing: Any, address: Any, value: Any) -> Any:
 @intrinsic
 def atomic_load(typing: Any, address: Any) -> Any:
     """Load an int64 that another thread may be changing."""
-    return _emit(types.int64, (types.int64,), lambda b, a: b.load_atomic(pointer(b, a, I64), "seq_cst", 8))
+    return emit(types.int64, (types.int64,), lambda b, a: b.load_atomic(pointer(b, a, I64), "seq_cst", 8))
 
 
 @intrinsic
@@ -327,7 +393,7 @@ def pause(typing: Any) -> Any:
             kind = ir.FunctionType(ir.VoidType(), [])
             b.call(llvm.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
 
-    return _emit(types.void, (), body)
+    return emit(types.void, (), body)
 
 
 @intrinsic
@@ -337,7 +403,7 @@ def give_way(typing: Any) -> Any:
     def body(b: Any) -> None:
         b.call(llvm.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
 
-    return _emit(types.void, (), body)
+    return emit(types.void, (), body)
 
 
 @njit

@@ -59,9 +59,6 @@ class SiluAndMul:
         """Compute [T, 2 * width] contiguous -> [T, width]."""
         rows = gate_up.shape[0]
         out = torch.empty((rows, self._width), dtype=self._dtype)
-        block = self._kernel.block
-        block[0] = gate_up.data_ptr()
-        block[1] = out.data_ptr()
-        block[2] = rows
+        self._kernel.store(0, gate_up, out, rows)
         self._kernel.run(num_threads() if rows * self._width >= _MIN_PARALLEL else 1)
         return out

@@ -9,9 +9,20 @@ from typing import Any
 
 from numba import literally, types
 
-from kernels.common.cpu.simd import inner, load_f32, load_i32, vload, vmul, vsplat, vstore
-from kernels.ops.attention.micro import add_page, score_page
-from kernels.ops.attention.rows import ROWS, cap_scores, clear_rows, key_block, load_query, tile_rows, weigh
+from kernels.common.cpu.simd import inner, load_f32, load_i32, vexp, vload, vmul, vscatter, vsplat, vstore
+from kernels.ops.attention.micro import ROWS, add_page, key_block, line_values, score_page
+from kernels.ops.attention.rows import clear_rows, key_writer, query_loader, soft_cap, tile_rows, weigh
+
+write_key = key_writer(vscatter)
+_cap_scores = soft_cap(vexp)
+
+
+@inner
+def _store(address: Any, values: Any) -> None:
+    vstore(address, values, 0)
+
+
+_load_query = query_loader(_store, 4)
 
 
 @inner
@@ -37,9 +48,6 @@ def attend_to_cells(
     page: Any,
     bf16: Any,
     kv_bf16: Any,
-    few_rows: Any,
-    stride: Any,
-    page_bytes: Any,
 ) -> None:
     """Compute one tile for KV head h: `count` tokens, starting at `start`, of the request with block table `pages`."""
     literally(num_kv_heads)
@@ -49,12 +57,12 @@ def attend_to_cells(
     literally(page)
     literally(bf16)
     literally(kv_bf16)
-    literally(few_rows)
     element = 2 if bf16 else 4
     group = num_heads // num_kv_heads
     width = (num_heads + 2 * num_kv_heads) * dim
     max_rows = tile_rows(group)
-    keys_per_block = key_block(page)
+    keys_per_block, stride = key_block(page), line_values(page)
+    page_bytes = page * dim * (2 if kv_bf16 else 4)
     query = scratch
     sums = query + max_rows * dim * 4
     scores = sums + max_rows * dim * 4
@@ -71,7 +79,7 @@ def attend_to_cells(
         token = start + r // group
         source = qkv + (token * width + (h * group + r % group) * dim) * element
         row = rope + load_i32(positions + token * 4) * rotary_dim * 4
-        load_query(source, row, query + r * dim * 4, vsplat(factor), dim, rotary_dim, bf16)
+        _load_query(source, row, query + r * dim * 4, vsplat(factor), dim, rotary_dim, bf16)
 
     context = load_i32(positions + (start + count - 1) * 4) + 1
     lowest = max(0, load_i32(positions + start * 4) + 1 - window)
@@ -86,16 +94,16 @@ def attend_to_cells(
             if few:
                 after = load_i32(pages + (begin // page + min(p + 1, num_pages - 1)) * 4)
                 after = keys + (after * num_kv_heads + h) * page_bytes
-                score_page(few_rows, dim, page, kv_bf16, query, at, line, stride, 1, after, at - keys + values)
+                score_page(1, num_heads, num_kv_heads, dim, page, kv_bf16, query, at, line, after, at - keys + values)
             else:
                 for r in range(0, padded, ROWS):
                     q, target = query + r * dim * 4, line + r * stride * 4
-                    score_page(ROWS, dim, page, kv_bf16, q, at, target, stride, 0, 0, 0)
+                    score_page(0, num_heads, num_kv_heads, dim, page, kv_bf16, q, at, target, 0, 0)
         for r in range(rows):
             seen = load_i32(positions + (start + r // group) * 4) + 1 - begin
             line = scores + r * stride * 4
             if softcap > types.float32(0.0):
-                cap_scores(line, first, num_keys, softcap)
+                _cap_scores(line, first, num_keys, softcap)
             weigh(
                 line, seen - window, min(seen, num_keys), first, num_keys, highest + r * 4, totals + r * 4,
                 sums + r * dim * 4, dim,
@@ -105,11 +113,11 @@ def attend_to_cells(
             used = min(page, num_keys - p * page)
             line = scores + p * page * 4
             if few:
-                add_page(few_rows, dim, 4, kv_bf16, line, stride, at, sums, used)
+                add_page(1, num_heads, num_kv_heads, dim, page, kv_bf16, line, at, sums, used)
             else:
                 for r in range(0, padded, ROWS):
                     source, target = line + r * stride * 4, sums + r * dim * 4
-                    add_page(ROWS, dim, 4, kv_bf16, source, stride, at, target, used)
+                    add_page(0, num_heads, num_kv_heads, dim, page, kv_bf16, source, at, target, used)
     for r in range(rows):
         target = out + ((start + r // group) * num_heads + h * group + r % group) * dim * element
         share = vsplat(types.float32(1.0) / load_f32(totals + r * 4))

@@ -27,12 +27,13 @@ from kernels.common.cpu.simd import (
     vstore,
     wait_for,
 )
-from kernels.ops.attention.cells import attend_to_cells
+from kernels.ops.attention.cells import attend_to_cells, write_key
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import stored_in_pairs
+from kernels.ops.attention.micro import line_values
 from kernels.ops.attention.micro_pairs import MAX_FEW_QUERIES, line_keys
 from kernels.ops.attention.pairs import attend_to_pairs, write_paired_key, write_paired_value
-from kernels.ops.attention.rows import ROWS, TILE_TOKENS, key_block, tile_rows, write_key
+from kernels.ops.attention.rows import TILE_TOKENS, tile_rows
 
 _NO_WINDOW = 2**31 - 1
 
@@ -51,22 +52,10 @@ def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.d
 def scratch_size(geometry: AttentionGeometry) -> int:
     """Return the number of float32 values of scratch memory that one thread needs with either storage of pages."""
     rows = tile_rows(geometry.num_heads // geometry.num_kv_heads)
-    stride = -(-key_block(geometry.page_size) // WIDTH) * WIDTH
-    cells = rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
+    cells = rows * (2 * geometry.head_dim + line_values(geometry.page_size) + 2 * WIDTH)
     lines = MAX_FEW_QUERIES * line_keys(geometry.page_size)
     pairs = (rows + MAX_FEW_QUERIES) * (3 * geometry.head_dim // 2 + 2 * WIDTH) + lines
     return max(cells, pairs)
-
-
-def cell_sizes(num_heads: int, num_kv_heads: int, dim: int, page: int, kv_bf16: int) -> tuple[int, int, int, int]:
-    """Return the arguments of `attend` for pages of single cells; pages in pairs ignore them.
-
-    The arguments are the number of queries processed together, the float32 values between rows of scores, the bytes of
-    a head's page and the bytes between dimensions.
-    """
-    stride = -(-key_block(page) // WIDTH) * WIDTH
-    slot_bytes = page * (2 if kv_bf16 else 4)
-    return min(num_heads // num_kv_heads, ROWS), stride, slot_bytes * dim, slot_bytes
 
 
 def _make_attend(paired: bool) -> Any:
@@ -87,15 +76,11 @@ def _make_attend(paired: bool) -> Any:
         page: Any,
         bf16: Any,
         kv_bf16: Any,
-        few_rows: Any,
-        stride: Any,
-        page_bytes: Any,
-        slot_bytes: Any,
     ) -> None:
         """Compute one thread's part of the operation. All arguments from num_heads on are literals.
 
         block[4:15] contains the values that are the same for all layers of a step. counters: five int64 zeros; the
-        last one counts finished tiles, once per KV head. The last four arguments are described in `cell_sizes`.
+        last one counts finished tiles, once per KV head.
         """
         literally(num_kv_heads)
         literally(num_heads)
@@ -104,13 +89,12 @@ def _make_attend(paired: bool) -> Any:
         literally(page)
         literally(bf16)
         literally(kv_bf16)
-        literally(few_rows)
-        literally(slot_bytes)
         positions, slots, rope, table, table_width = block[4], block[5], block[6], block[7], block[8]
         num_tokens, tiles, num_tiles, scratch, scratch_bytes = block[9], block[10], block[11], block[12], block[13]
         element = 2 if bf16 else 4
         kv_element = 2 if kv_bf16 else 4
         width = (num_heads + 2 * num_kv_heads) * dim
+        page_bytes = page * dim * kv_element
         scale, window, softcap = load_f32(block[14]), load_i32(tiles), load_f32(tiles + 4)
         # Adjacent slots share a cache line, for which threads should not contend.
         share = 32 if num_tokens >= 128 else 8
@@ -128,11 +112,12 @@ def _make_attend(paired: bool) -> Any:
                     source = qkv + (token * width + (num_heads + h) * dim) * element
                     value = source + num_kv_heads * dim * element
                     if paired:
-                        write_paired_key(source, row, keys + target + slot % page * 4, dim, rotary_dim, page, bf16)
+                        at = keys + target + slot % page * 4
+                        write_paired_key(source, row, at, dim, rotary_dim, page, bf16, kv_bf16)
                         write_paired_value(value, values + target, slot % page, dim, bf16)
                     else:
                         at = keys + target + slot % page * kv_element
-                        write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
+                        write_key(source, row, at, dim, rotary_dim, page, bf16, kv_bf16)
                         target += slot % page * dim * kv_element
                         for i in range(0, dim, 16):
                             vstore(values + target + i * kv_element, vload(value + i * element, bf16), kv_bf16)
@@ -157,7 +142,7 @@ def _make_attend(paired: bool) -> Any:
             else:
                 attend_to_cells(
                     qkv, out, keys, values, positions, rope, pages, own, start, count, h, scale, window, softcap,
-                    num_heads, num_kv_heads, dim, rotary_dim, page, bf16, kv_bf16, few_rows, stride, page_bytes,
+                    num_heads, num_kv_heads, dim, rotary_dim, page, bf16, kv_bf16,
                 )  # fmt: skip
             done += 1
         atomic_add(counters + 32, done)
@@ -177,19 +162,18 @@ def compile_attention(
 
     The closure contains only integers, so that numba finds the kernel in its cache.
     """
-    few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def attention(block: Any) -> None:
         if paired:
             attend_pairs(
                 block, block[0], block[1], block[2], block[3], block[31], num_heads, num_kv_heads, dim, rotary_dim,
-                page, bf16, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                page, bf16, kv_bf16,
             )  # fmt: skip
         else:
             attend_cells(
                 block, block[0], block[1], block[2], block[3], block[31], num_heads, num_kv_heads, dim, rotary_dim,
-                page, bf16, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                page, bf16, kv_bf16,
             )  # fmt: skip
 
     return attention
@@ -203,19 +187,14 @@ class PreparedAttention:
     geometry: AttentionGeometry
     tiles: np.ndarray[Any, np.dtype[np.int32]]
 
-    def write_step(self, block: Any) -> None:
-        """Write the part of an argument block that describes the step to `attend`: block[4:12]."""
+    def write_step(self, kernel: Kernel) -> None:
+        """Store the part of the arguments that describes the step to `attend`: block[4:12]."""
         inputs, geometry = self.inputs, self.geometry
         self.tiles[0, 0] = _NO_WINDOW if geometry.window is None else geometry.window
         self.tiles[0, 1:2].view(np.float32)[0] = geometry.softcap or 0.0
-        block[4] = inputs.positions.data_ptr()
-        block[5] = inputs.slot_mapping.data_ptr()
-        block[6] = inputs.rope_table.data_ptr()
-        block[7] = inputs.block_table.data_ptr()
-        block[8] = inputs.block_table.stride(0)
-        block[9] = inputs.positions.shape[0]
-        block[10] = self.tiles.ctypes.data
-        block[11] = self.tiles.shape[0] - 1
+        kernel.store(4, inputs.positions, inputs.slot_mapping, inputs.rope_table, inputs.block_table)
+        kernel.store(8, inputs.block_table.stride(0), inputs.positions.shape[0])
+        kernel.store(10, self.tiles.ctypes.data, self.tiles.shape[0] - 1)
 
 
 def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -270,24 +249,17 @@ class PagedAttention:
         size = -(-scratch_size(geometry) // WIDTH) * WIDTH
         self._scratch = torch.zeros((self._threads, size), dtype=torch.float32)
         self._scale = torch.tensor([geometry.scale], dtype=torch.float32)
-        block = self._kernel.block
-        block[12] = self._scratch.data_ptr()
-        block[13] = size * 4
-        block[14] = self._scale.data_ptr()
+        self._kernel.store(12, self._scratch, size * 4, self._scale)
         self._prepared: PreparedAttention | None = None
 
     def __call__(
         self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: PreparedAttention
     ) -> torch.Tensor:
         """Compute the reference; keys and values have the CPU layout (kernels/ops/attention/kv_pages.py)."""
-        block = self._kernel.block
         if prepared is not self._prepared:
-            prepared.write_step(block)
+            prepared.write_step(self._kernel)
             self._prepared = prepared
         out = torch.empty((qkv.shape[0], self._geometry.num_heads * self._geometry.head_dim), dtype=qkv.dtype)
-        block[0] = qkv.data_ptr()
-        block[1] = out.data_ptr()
-        block[2] = keys.data_ptr()
-        block[3] = values.data_ptr()
+        self._kernel.store(0, qkv, out, keys, values)
         self._kernel.run(self._threads)
         return out

@@ -9,11 +9,17 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from kernels.common.cpu import numba_internals as llvm
-from kernels.common.cpu.simd import F32, I64, WIDTH, const, fma, load, pointer, prefetch, splat, store
-from kernels.common.cpu.simd import vector as vector_type
+from kernels.common.cpu.simd import F32, I64, WIDTH, const, emit, fma, load, pointer, prefetch, splat, store
+
+ROWS = 6
+"""Number of queries whose products are accumulated in registers together."""
+KEY_BLOCK = 128
+"""Number of keys that a tile scores at a time, unless pages are larger."""
+_VECTORS = 4
+"""Vectors of dimensions whose sums `add_page` accumulates together."""
 
 
 def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
@@ -26,49 +32,55 @@ def slot_width(page_size: int) -> int:
     return WIDTH if page_size % WIDTH == 0 else 8
 
 
-@intrinsic
-def vdrop(typing: Any, x: Any, count: Any, other: Any) -> Any:
-    """Replace the lanes below `count` by `other`; the remaining lanes are unchanged."""
+def key_block(page_size: int) -> int:
+    """Return the number of keys that a tile scores at a time, a multiple of the page size."""
+    return page_size * max(1, KEY_BLOCK // page_size)
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        lanes, limit, fill = values
-        index = const(ir.VectorType(I64, WIDTH), list(range(WIDTH)))
-        return builder.select(builder.icmp_signed("<", index, splat(builder, limit)), splat(builder, fill), lanes)
 
-    return vector_type(vector_type, types.int64, types.float32), codegen
+def line_values(page_size: int) -> int:
+    """Return the number of values between rows of scores: the keys of a block, rounded up to whole vectors."""
+    return -(-key_block(page_size) // WIDTH) * WIDTH
+
+
+for _size in (key_block, line_values):
+    register_jitable(_size)
+
+
+def _rows(few: Any, num_heads: Any, num_kv_heads: Any) -> int:
+    return min(num_heads.literal_value // num_kv_heads.literal_value, ROWS) if few.literal_value == 1 else ROWS
 
 
 @intrinsic(prefer_literal=True)
 def score_page(
     typing: Any,
-    rows: Any,
+    few: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
     dim: Any,
     page: Any,
     bf16: Any,
     query: Any,
     keys: Any,
     scores: Any,
-    stride: Any,
-    fetch: Any,
     next_keys: Any,
     next_values: Any,
 ) -> Any:
-    """Compute scores[r, s] = sum over d of query[r, d] * keys[d, s] for `rows` queries and the `page` slots of a page.
+    """Compute scores[r, s] = sum over d of query[r, d] * keys[d, s] for all slots of a page.
 
-    Literals: rows, dim, page, bf16 (of the keys), stride (values between rows of scores). query: [rows, dim] float32;
-    keys: [dim, page]; scores: float32. Even and odd d are summed separately, which hides the latency when there are
-    few rows. If the literal `fetch` is 1, the pages next_keys and next_values are prefetched, because the hardware
-    prefetcher does not follow a block table.
+    Literals: few (1: the queries of a KV head, 0: ROWS queries), num_heads, num_kv_heads, dim, page, bf16 (of the
+    keys). query: [rows, dim] float32; keys: [dim, page]; scores: [rows, line_values(page)] float32. Even and odd d are
+    summed separately, which hides the latency when there are few rows. If `few` is 1, the pages next_keys and
+    next_values are prefetched, because the hardware prefetcher does not follow a block table.
     """
-    num_rows, head_dim, slots = rows.literal_value, dim.literal_value, page.literal_value
-    narrow, step = bool(bf16.literal_value), stride.literal_value
+    num_rows, head_dim, slots = _rows(few, num_heads, num_kv_heads), dim.literal_value, page.literal_value
+    narrow, step = bool(bf16.literal_value), line_values(slots)
     width = slot_width(slots)
     kind = ir.VectorType(F32, width)
     size = 2 if narrow else 4
-    prefetched = fetch.literal_value == 1
+    prefetched = few.literal_value == 1
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        query_address, key_address, score_address = values[4], values[5], values[6]
+    def body(builder: Any, *values: Any) -> None:
+        query_address, key_address, score_address = values[6:9]
         sums = _accumulators(builder, 2 * num_rows, kind)
         for first in range(0, slots, width):
             for slot in sums:
@@ -76,7 +88,7 @@ def score_page(
             with llvm.for_range_slice(builder, I64(0), I64(head_dim), I64(2), I64) as (d, _):
                 if prefetched and first == 0:
                     reach = builder.mul(d, I64(slots * size))
-                    for base in (values[9], values[10]):
+                    for base in values[9:]:
                         for line in range(0, 2 * slots * size, 64):
                             prefetch(builder, builder.add(base, builder.add(reach, I64(line))))
                 for parity in range(2):
@@ -92,31 +104,38 @@ def score_page(
             for row in range(num_rows):
                 total = builder.fadd(builder.load(sums[2 * row]), builder.load(sums[2 * row + 1]))
                 store(builder, builder.add(score_address, I64((row * step + first) * 4)), total, False)
-        return context.get_dummy_value()
 
-    addresses = (types.int64, types.int64)
-    return types.void(rows, dim, page, bf16, types.int64, *addresses, stride, fetch, *addresses), codegen
+    return emit(types.void, (few, num_heads, num_kv_heads, dim, page, bf16, *[types.int64] * 5), body)
 
 
 @intrinsic(prefer_literal=True)
 def add_page(
-    typing: Any, rows: Any, dim: Any, block: Any, bf16: Any, weights: Any, stride: Any, page: Any, out: Any, count: Any
+    typing: Any,
+    few: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    dim: Any,
+    page: Any,
+    bf16: Any,
+    weights: Any,
+    values: Any,
+    out: Any,
+    count: Any,
 ) -> Any:
-    """Compute out[r, d] += sum over s < count of weights[r, s] * values[s, d] for `rows` queries.
+    """Compute out[r, d] += sum over s < count of weights[r, s] * values[s, d].
 
-    Literals: rows, dim, block (vectors of d at a time), bf16 (of the values), stride (values between rows of weights).
-    page: address of the values [slots, dim]; out: [rows, dim] float32.
+    Literals: see `score_page`. weights: with the row stride of scores; values: [slots, dim]; out: [rows, dim] float32.
     """
-    num_rows, head_dim, per_block = rows.literal_value, dim.literal_value, block.literal_value
-    narrow, step = bool(bf16.literal_value), stride.literal_value
+    num_rows, head_dim = _rows(few, num_heads, num_kv_heads), dim.literal_value
+    narrow, step = bool(bf16.literal_value), line_values(page.literal_value)
     kind = ir.VectorType(F32, WIDTH)
     size = 2 if narrow else 4
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight_address, value_address, out_address, slots = arguments[4], arguments[6], arguments[7], arguments[8]
+    def body(builder: Any, *arguments: Any) -> None:
+        weight_address, value_address, out_address, slots = arguments[6:]
         vectors = head_dim // WIDTH
-        for start in range(0, vectors, per_block):
-            columns = range(start, min(start + per_block, vectors))
+        for start in range(0, vectors, _VECTORS):
+            columns = range(start, min(start + _VECTORS, vectors))
             cells = {(r, c): llvm.alloca_once(builder, kind) for r in range(num_rows) for c in columns}
             places = {(r, c): builder.add(out_address, I64((r * head_dim + c * WIDTH) * 4)) for r, c in cells}
             for cell, slot in cells.items():
@@ -133,7 +152,5 @@ def add_page(
                         builder.store(fma(builder, line[c], factor, builder.load(slot)), slot)
             for cell, slot in cells.items():
                 store(builder, places[cell], builder.load(slot), False)
-        return context.get_dummy_value()
 
-    signature = types.void(rows, dim, block, bf16, types.int64, stride, types.int64, types.int64, types.int64)
-    return signature, codegen
+    return emit(types.void, (few, num_heads, num_kv_heads, dim, page, bf16, *[types.int64] * 4), body)

@@ -15,9 +15,23 @@ from numba.extending import intrinsic, register_jitable
 
 from kernels.common.cpu import bf16
 from kernels.common.cpu import numba_internals as llvm
-from kernels.common.cpu.simd import I16, I32, I64, VEC, WIDTH, const, load, pointer, prefetch, splat, to_bf16
+from kernels.common.cpu.simd import (
+    I16,
+    I32,
+    I64,
+    VEC,
+    WIDTH,
+    const,
+    emit,
+    load,
+    operation,
+    pointer,
+    prefetch,
+    splat,
+    to_bf16,
+)
 from kernels.common.cpu.simd import vector as vector_type
-from kernels.ops.attention.rows import KEY_BLOCK, ROWS, key_block
+from kernels.ops.attention.micro import KEY_BLOCK, ROWS, key_block
 
 MAX_FEW_QUERIES = 8
 """Maximum number of queries of a KV head for which the queries of one token are processed together."""
@@ -51,13 +65,12 @@ def _clamp(builder: Any, value: Any, low: Any, high: Any) -> Any:
 class Shape:
     """Literals of an operation."""
 
-    def __init__(self, few: Any, num_heads: Any, num_kv_heads: Any, dim: Any, page: Any) -> None:
-        group = num_heads.literal_value // num_kv_heads.literal_value
-        self.few = few.literal_value == 1
-        self.rows = min(group, MAX_FEW_QUERIES) if self.few else ROWS
-        self.dim, self.page = dim.literal_value, page.literal_value
+    def __init__(self, few: int, num_heads: int, num_kv_heads: int, dim: int, page: int) -> None:
+        self.few = few == 1
+        self.rows = min(num_heads // num_kv_heads, MAX_FEW_QUERIES) if self.few else ROWS
+        self.dim, self.page = dim, page
         self.page_bytes = 2 * self.page * self.dim
-        self.step = num_kv_heads.literal_value * self.page_bytes  # between a head's cells in one page and the next
+        self.step = num_kv_heads * self.page_bytes  # between a head's cells in one page and the next
         self.row_bytes = 4 * line_keys(self.page)
 
     def page_at(self, builder: Any, base: Any, pages: Any, index: Any) -> Any:
@@ -186,125 +199,55 @@ def _lower(builder: Any, line: Any) -> Any:
     return builder.bitcast(bits, bf16.PAIRS)
 
 
-def function(
-    module: Any,
-    name: str,
-    shape: Shape,
-    count: int,
-    body: Callable[[Any, Shape, list[Any]], Any],
-    result: Any = None,
+def pair_operation(
+    name: str, count: int, body: Callable[[Any, Shape, list[Any]], Any], result: Any = types.void
 ) -> Any:
-    """Return a function of the module with `count` int64 arguments, created once for all callers.
+    """Return an operation with the literals of `Shape`; see kernels.common.cpu.simd.operation."""
 
-    Args:
-        module: LLVM module.
-        name: Name of the function.
-        shape: Literals of the operation.
-        count: Number of arguments.
-        body: Function that writes the body and returns its result, of the type `result` if that is not None.
-        result: Type of the result.
-    """
-    kind = ir.FunctionType(ir.VoidType() if result is None else result, [I64] * count)
-    found = llvm.get_or_insert_function(module, kind, f"{name}_{shape.rows}_{int(shape.few)}")
-    if found.is_declaration:
-        found.linkage = "internal"
-        found.attributes.add("noinline")
-        builder = ir.IRBuilder(found.append_basic_block("entry"))
-        value = body(builder, shape, list(found.args))
-        if result is None:
-            builder.ret_void()
-        else:
-            builder.ret(value)
-    return found
+    def describe(*literals: int) -> tuple[str, Callable[..., Any]]:
+        shape = Shape(*literals)
+        return f"{name}_{shape.rows}_{int(shape.few)}", lambda builder, arguments: body(builder, shape, arguments)
+
+    return operation(5, count, describe, result)
+
+
+score_pairs = pair_operation("score_pairs", 10, _score_body)
+"""Compute scores[r, k] = sum over d of query[r, d] * key[k, d] for at least the keys first <= k < end of a block.
+
+Arguments: few, num_heads, num_kv_heads, dim, page, query, keys, pages, scores, first, end, low, last, final, values.
+few: 1 for the queries of a KV head, 0 for ROWS queries. query: [rows, dim] bfloat16. keys: address of the head's keys
+in page 0, [dim / 2, slot, 2]. pages: address of the block's entry in the block table; keys of pages outside low..last
+get the scores of keys within that range. scores: [rows, line_keys(page)] float32. If `few` is 1, the values of these
+keys (`values` bytes from the keys) and the keys after them, up to page `final`, are prefetched, because the hardware
+prefetcher does not follow a block table.
+"""
+add_pairs = pair_operation("add_pairs", 6, _add_body)
+"""Compute out[r, d] += sum over k < num_keys of weights[r, k] * value[k, d], starting at page `low` of the block.
+
+Arguments: the literals of `score_pairs`, then weights, values, pages, out, low, num_keys. weights: bfloat16, with the
+row stride of scores. values: address of the head's values in page 0, [slot / 2, dim, 2]. out: [rows, dim] float32.
+"""
 
 
 @intrinsic(prefer_literal=True)
-def score_pairs(
-    typing: Any,
-    few: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    dim: Any,
-    page: Any,
-    query: Any,
-    keys: Any,
-    pages: Any,
-    scores: Any,
-    first: Any,
-    end: Any,
-    low: Any,
-    last: Any,
-    final: Any,
-    values: Any,
-) -> Any:
-    """Compute scores[r, k] = sum over d of query[r, d] * key[k, d] for at least the keys first <= k < end of a block.
-
-    Literals: few (1: the queries of a KV head, 0: ROWS queries), num_heads, num_kv_heads, dim, page. query: [rows,
-    dim] bfloat16. keys: address of the head's keys in page 0, [dim / 2, slot, 2]. pages: address of the block's entry
-    in the block table; keys of pages outside low..last get the scores of keys within that range. scores: [rows,
-    line_keys(page)] float32. If `few` is 1, the values of these keys (`values` bytes from the keys) and the keys after
-    them, up to page `final`, are prefetched, because the hardware prefetcher does not follow a block table.
-    """
-    shape = Shape(few, num_heads, num_kv_heads, dim, page)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.call(function(builder.module, "score_pairs", shape, 10, _score_body), arguments[5:])
-        return context.get_dummy_value()
-
-    return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 10), codegen
-
-
-@intrinsic(prefer_literal=True)
-def add_pairs(
-    typing: Any,
-    few: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    dim: Any,
-    page: Any,
-    weights: Any,
-    values: Any,
-    pages: Any,
-    out: Any,
-    low: Any,
-    num_keys: Any,
-) -> Any:
-    """Compute out[r, d] += sum over k < num_keys of weights[r, k] * value[k, d], starting at page `low` of the block.
-
-    Literals and pages: see `score_pairs`. weights: bfloat16, with the row stride of scores. values: address of the
-    head's values in page 0, [slot / 2, dim, 2]. out: [rows, dim] float32.
-    """
-    shape = Shape(few, num_heads, num_kv_heads, dim, page)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.call(function(builder.module, "add_pairs", shape, 6, _add_body), arguments[5:])
-        return context.get_dummy_value()
-
-    return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 6), codegen
-
-
-@intrinsic(prefer_literal=True)
-def scatter_pairs(typing: Any, page: Any, address: Any, values: Any) -> Any:
-    """Round 16 dimensions of a key to bfloat16 and store them in its slot of a page; `page` is a literal."""
+def scatter_pairs(typing: Any, page: Any, bf16_: Any, address: Any, values: Any) -> Any:
+    """Round 16 dimensions of a key to bfloat16 and store them in its slot of a page, with the arguments of vscatter."""
     stride = 4 * page.literal_value
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, target, lanes = arguments
+    def body(builder: Any, _page: Any, _bf16: Any, target: Any, lanes: Any) -> None:
         words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), INTS)
         for pair in range(WIDTH // 2):
             place = pointer(builder, builder.add(target, I64(pair * stride)), I32)
             builder.store(builder.extract_element(words, I32(pair)), place, align=4)
-        return context.get_dummy_value()
 
-    return types.void(page, types.int64, vector_type), codegen
+    return emit(types.void, (page, bf16_, types.int64, vector_type), body)
 
 
 @intrinsic
 def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
     """Store 16 dimensions of a value as first or second elements of their pairs; the others are unchanged."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        target, lanes, parity = arguments
+    def body(builder: Any, target: Any, lanes: Any, parity: Any) -> None:
         words = builder.zext(to_bf16(builder, lanes), INTS)
         shorts = ir.VectorType(I16, 2 * WIDTH)
         both = builder.bitcast(builder.or_(words, builder.shl(words, const(INTS, 16))), shorts)
@@ -315,21 +258,18 @@ def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
         # One masked store, because another thread may be writing the other half of the pair.
         write = llvm.get_or_insert_function(builder.module, kind, "llvm.masked.store.v32i16.p0")
         builder.call(write, [both, builder.inttoptr(target, anything), I32(2), chosen])
-        return context.get_dummy_value()
 
-    return types.void(types.int64, vector_type, types.int64), codegen
+    return emit(types.void, (types.int64, vector_type, types.int64), body)
 
 
 @intrinsic
 def store_rounded(typing: Any, address: Any, values: Any) -> Any:
     """Store 16 adjacent values as bfloat16."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        target, lanes = arguments
+    def body(builder: Any, target: Any, lanes: Any) -> None:
         words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), INTS)
         half = const(ir.VectorType(I32, WIDTH // 2), list(range(WIDTH // 2)))
         words = builder.shuffle_vector(words, ir.Constant(INTS, ir.Undefined), half)
         builder.store(words, pointer(builder, target, words.type), align=2)
-        return context.get_dummy_value()
 
-    return types.void(types.int64, vector_type), codegen
+    return emit(types.void, (types.int64, vector_type), body)

@@ -16,15 +16,13 @@ from kernels.common.cpu.simd import (
     load_f32,
     load_i32,
     store_f32,
-    vadd,
-    vdiv,
     vload,
     vmul,
     vsplat,
     vstore,
-    vsub,
     vsum,
 )
+from kernels.ops.attention.micro import ROWS, key_block
 from kernels.ops.attention.micro_pairs import (
     MAX_FEW_QUERIES,
     add_pairs,
@@ -34,25 +32,12 @@ from kernels.ops.attention.micro_pairs import (
     store_half,
     store_rounded,
 )
-from kernels.ops.attention.rows import HIDDEN, ROWS, hide, key_block, rotated, tile_rows
+from kernels.ops.attention.rows import HIDDEN, hide, key_writer, query_loader, soft_cap, tile_rows
 from kernels.ops.attention.weights import highest_score, rows_above, vexp2, weigh_rows
 
-
-@inner
-def write_paired_key(source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, page: Any, bf16: Any) -> None:
-    """Rotate a key by the rotary table's `row` and write it to the slot at `target`."""
-    literally(dim)
-    literally(rotary_dim)
-    literally(page)
-    literally(bf16)
-    element = 2 if bf16 else 4
-    half = rotary_dim // 2
-    for i in range(0, half, 16):
-        x, y = rotated(source, row, i, half, bf16)
-        scatter_pairs(page, target + i * page * 2, x)
-        scatter_pairs(page, target + (half + i) * page * 2, y)
-    for i in range(rotary_dim, dim, 16):
-        scatter_pairs(page, target + i * page * 2, vload(source + i * element, bf16))
+write_paired_key = key_writer(scatter_pairs)
+_load_query = query_loader(store_rounded, 2)
+_cap = soft_cap(vexp2)
 
 
 @inner
@@ -63,31 +48,6 @@ def write_paired_value(source: Any, target: Any, slot: Any, dim: Any, bf16: Any)
     element = 2 if bf16 else 4
     for i in range(0, dim, 16):
         store_half(target + (slot // 2 * dim + i) * 4, vload(source + i * element, bf16), slot % 2)
-
-
-@inner
-def _load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
-    """Rotate a query, multiply it by `scale` and write it to bfloat16 scratch memory."""
-    literally(dim)
-    literally(rotary_dim)
-    literally(bf16)
-    element = 2 if bf16 else 4
-    half = rotary_dim // 2
-    for i in range(0, half, 16):
-        x, y = rotated(source, row, i, half, bf16)
-        store_rounded(target + i * 2, vmul(scale, x))
-        store_rounded(target + (half + i) * 2, vmul(scale, y))
-    for i in range(rotary_dim, dim, 16):
-        store_rounded(target + i * 2, vmul(scale, vload(source + i * element, bf16)))
-
-
-@inner
-def _cap(line: Any, first: Any, end: Any, limit: Any) -> None:
-    """Apply the soft cap: scores x become limit * tanh(x ln 2 / 2), which is limit * (1 - 2 / (2^x + 1))."""
-    one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
-    for i in range(first, end, 16):
-        x = vdiv(two, vadd(vexp2(vload(line + i * 4, 0)), one))
-        vstore(line + i * 4, vmul(vsplat(limit), vsub(one, x)), 0)
 
 
 @inner

@@ -1,6 +1,7 @@
 """Operations on one attention row: rotation of keys and queries, and conversion of scores to softmax weights.
 
-dim, rotary_dim, slot_bytes, bf16 and kv_bf16 are literals; addresses are int64.
+dim, rotary_dim, page, bf16 and kv_bf16 are literals; addresses are int64. Functions that return functions serve both
+kinds of pages (kernels/ops/attention/kv_pages.py).
 """
 
 from __future__ import annotations
@@ -16,33 +17,24 @@ from kernels.common.cpu.simd import (
     store_f32,
     vadd,
     vdiv,
+    vdrop,
     vexp,
     vhighest,
     vkeep,
     vload,
     vmax,
     vmul,
-    vscatter,
     vsplat,
     vstore,
     vsub,
     vsum,
 )
-from kernels.ops.attention.micro import vdrop
+from kernels.ops.attention.micro import ROWS
 
 TILE_TOKENS = 16
 """Number of tokens of a request that one tile contains."""
-ROWS = 6
-"""Number of queries whose products are accumulated in registers together."""
-KEY_BLOCK = 128
-"""Number of keys that a tile scores at a time, unless pages are larger."""
 HIDDEN = -3.0e38
 """Score of a masked key, and initial shift of a row that has seen no key yet."""
-
-
-def key_block(page_size: int) -> int:
-    """Return the number of keys that a tile scores at a time, a multiple of the page size."""
-    return page_size * max(1, KEY_BLOCK // page_size)
 
 
 def tile_rows(group: int) -> int:
@@ -50,8 +42,7 @@ def tile_rows(group: int) -> int:
     return (TILE_TOKENS * group + ROWS - 1) // ROWS * ROWS
 
 
-for _size in (key_block, tile_rows):
-    register_jitable(_size)
+register_jitable(tile_rows)
 
 
 @inner
@@ -67,40 +58,55 @@ def rotated(source: Any, row: Any, i: Any, half: Any, bf16: Any) -> Any:
     return vsub(vmul(x, cos), vmul(y, sin)), vadd(vmul(y, cos), vmul(x, sin))
 
 
-@inner
-def write_key(
-    source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, slot_bytes: Any, bf16: Any, kv_bf16: Any
-) -> None:
-    """Rotate a key by the rotary table's `row` and write it to its slot, whose dimensions are slot_bytes apart."""
-    literally(dim)
-    literally(rotary_dim)
-    literally(slot_bytes)
-    literally(bf16)
-    literally(kv_bf16)
-    element = 2 if bf16 else 4
-    half = rotary_dim // 2
-    for i in range(0, half, 16):
-        x, y = rotated(source, row, i, half, bf16)
-        vscatter(target + i * slot_bytes, slot_bytes, x, kv_bf16)
-        vscatter(target + (half + i) * slot_bytes, slot_bytes, y, kv_bf16)
-    for i in range(rotary_dim, dim, 16):
-        vscatter(target + i * slot_bytes, slot_bytes, vload(source + i * element, bf16), kv_bf16)
+def key_writer(scatter: Any) -> Any:
+    """Return a function that rotates a key by the rotary table's `row` and writes it to its slot.
+
+    `scatter` has the arguments of `vscatter`.
+    """
+
+    @inner
+    def write_key(
+        source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, page: Any, bf16: Any, kv_bf16: Any
+    ) -> None:
+        literally(dim)
+        literally(rotary_dim)
+        literally(page)
+        literally(bf16)
+        literally(kv_bf16)
+        element = 2 if bf16 else 4
+        step = page * (2 if kv_bf16 else 4)
+        half = rotary_dim // 2
+        for i in range(0, half, 16):
+            x, y = rotated(source, row, i, half, bf16)
+            scatter(page, kv_bf16, target + i * step, x)
+            scatter(page, kv_bf16, target + (half + i) * step, y)
+        for i in range(rotary_dim, dim, 16):
+            scatter(page, kv_bf16, target + i * step, vload(source + i * element, bf16))
+
+    return write_key
 
 
-@inner
-def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
-    """Rotate a query, multiply it by the scale of the scores and write it to float32 scratch memory."""
-    literally(dim)
-    literally(rotary_dim)
-    literally(bf16)
-    element = 2 if bf16 else 4
-    half = rotary_dim // 2
-    for i in range(0, half, 16):
-        x, y = rotated(source, row, i, half, bf16)
-        vstore(target + i * 4, vmul(scale, x), 0)
-        vstore(target + (half + i) * 4, vmul(scale, y), 0)
-    for i in range(rotary_dim, dim, 16):
-        vstore(target + i * 4, vmul(scale, vload(source + i * element, bf16)), 0)
+def query_loader(store: Any, size: int) -> Any:
+    """Return a function that rotates a query, scales it and writes it to scratch memory.
+
+    `store` has an address and a vector as arguments and writes values of `size` bytes.
+    """
+
+    @inner
+    def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
+        literally(dim)
+        literally(rotary_dim)
+        literally(bf16)
+        element = 2 if bf16 else 4
+        half = rotary_dim // 2
+        for i in range(0, half, 16):
+            x, y = rotated(source, row, i, half, bf16)
+            store(target + i * size, vmul(scale, x))
+            store(target + (half + i) * size, vmul(scale, y))
+        for i in range(rotary_dim, dim, 16):
+            store(target + i * size, vmul(scale, vload(source + i * element, bf16)))
+
+    return load_query
 
 
 @inner
@@ -116,13 +122,20 @@ def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, tota
         store_f32(totals + r * 4, 0.0)
 
 
-@inner
-def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
-    """Apply the soft cap: scores x become limit * tanh(x / 2), which is limit * (1 - 2 / (exp(x) + 1))."""
-    one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
-    for i in range(first, end, 16):
-        x = vdiv(two, vadd(vexp(vload(line + i * 4, 0)), one))
-        vstore(line + i * 4, vmul(vsplat(limit), vsub(one, x)), 0)
+def soft_cap(power: Any) -> Any:
+    """Return a function that replaces scores x by limit * tanh(x / 2) = limit * (1 - 2 / (power(x) + 1)).
+
+    `power` is exp, or 2 to the power of its argument if x is in units of log 2.
+    """
+
+    @inner
+    def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
+        one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
+        for i in range(first, end, 16):
+            x = vdiv(two, vadd(power(vload(line + i * 4, 0)), one))
+            vstore(line + i * 4, vmul(vsplat(limit), vsub(one, x)), 0)
+
+    return cap_scores
 
 
 @inner

@@ -16,9 +16,9 @@ from numba.extending import intrinsic
 
 from kernels.common.cpu import bf16
 from kernels.common.cpu import numba_internals as llvm
-from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, call, const, fma, fold, load, pointer, splat
+from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, call, const, emit, fma, fold, load, pointer, splat
 from kernels.common.cpu.simd import vector as vector_type
-from kernels.ops.attention.micro_pairs import INTS, Shape, function
+from kernels.ops.attention.micro_pairs import INTS, Shape, pair_operation
 from kernels.ops.attention.rows import HIDDEN
 
 SLACK = 8.0
@@ -49,7 +49,7 @@ def _exp2(builder: Any, x: Any, power: tuple[float, ...]) -> Any:
 @intrinsic
 def vexp2(typing: Any, x: Any) -> Any:
     """Return 2^x of each finite lane with a relative error of at most 2^-17; infinity for x >= 128."""
-    return vector_type(vector_type), lambda _c, builder, _s, values: _exp2(builder, values[0], _POWER)
+    return emit(vector_type, (vector_type,), lambda builder, value: _exp2(builder, value, _POWER))
 
 
 def _pair_of_lines(builder: Any, shape: Shape, address: Any, row: int) -> list[Any]:
@@ -106,70 +106,30 @@ def _weigh_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
         builder.store(builder.load(slot), pointer(builder, place, VEC), align=4)
 
 
-@intrinsic(prefer_literal=True)
-def rows_above(
-    typing: Any,
-    few: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    dim: Any,
-    page: Any,
-    lines: Any,
-    first: Any,
-    end: Any,
-    shifts: Any,
-) -> Any:
-    """Return an int64 bit mask of the rows that have a score more than SLACK above their shift.
+rows_above = pair_operation("rows_above", 4, _tops_body, types.int64)
+"""Return an int64 bit mask of the rows that have a score more than SLACK above their shift.
 
-    Bit r is set if a score first <= k < end of row r exceeds the shift of row r by more than SLACK. Literals and
-    lines: see `score_pairs`. first and end are multiples of 32. shifts: [rows] float32.
-    """
-    shape = Shape(few, num_heads, num_kv_heads, dim, page)
+Bit r is set if a score first <= k < end of row r exceeds the shift of row r by more than SLACK. Arguments: the literals
+of `score_pairs`, then lines, first, end, shifts. first and end are multiples of 32. shifts: [rows] float32.
+"""
+weigh_rows = pair_operation("weigh_rows", 5, _weigh_body)
+"""Convert the scores first <= k < end of each row to weights 2^(score - shift), rounded to bfloat16.
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.call(function(builder.module, "rows_above", shape, 4, _tops_body, I64), arguments[5:])
-
-    return types.int64(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 4), codegen
-
-
-@intrinsic(prefer_literal=True)
-def weigh_rows(
-    typing: Any,
-    few: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    dim: Any,
-    page: Any,
-    lines: Any,
-    first: Any,
-    end: Any,
-    shifts: Any,
-    totals: Any,
-) -> Any:
-    """Convert the scores first <= k < end of each row to weights 2^(score - shift), rounded to bfloat16.
-
-    Literals and lines: see `score_pairs`. first and end are multiples of 32. Weights replace scores, so that the
-    weight of key k is at line + 2 k. totals: [rows, 16] float32, to which the rounded weights are added.
-    """
-    shape = Shape(few, num_heads, num_kv_heads, dim, page)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.call(function(builder.module, "weigh_rows", shape, 5, _weigh_body), arguments[5:])
-        return context.get_dummy_value()
-
-    return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 5), codegen
+Arguments: the literals of `score_pairs`, then lines, first, end, shifts, totals. first and end are multiples of 32.
+Weights replace scores, so that the weight of key k is at line + 2 k. totals: [rows, 16] float32, to which the rounded
+weights are added.
+"""
 
 
 @intrinsic
 def highest_score(typing: Any, line: Any, first: Any, end: Any) -> Any:
     """Return the highest of the scores first <= k < end of a line; first and end are multiples of 16."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        line_at, low, high = arguments
+    def body(builder: Any, line_at: Any, low: Any, high: Any) -> Any:
         top = llvm.alloca_once_value(builder, const(VEC, HIDDEN))
         with llvm.for_range_slice(builder, low, high, I64(WIDTH), I64) as (key, _):
             scores = load(builder, builder.add(line_at, builder.mul(key, I64(4))), False)
             builder.store(_higher(builder, scores, builder.load(top)), top)
         return fold(builder, builder.load(top), lambda x, y: _higher(builder, x, y))
 
-    return types.float32(types.int64, types.int64, types.int64), codegen
+    return emit(types.float32, (types.int64, types.int64, types.int64), body)

@@ -15,7 +15,7 @@ from numba import cfunc, types
 
 from kernels.common.cpu.pool import Kernel, num_threads
 from kernels.common.cpu.simd import WIDTH, atomic_add, load_f32, load_i64, wait_for
-from kernels.ops.attention.cpu import PreparedAttention, attend_cells, attend_pairs, cell_sizes, scratch_size
+from kernels.ops.attention.cpu import PreparedAttention, attend_cells, attend_pairs, scratch_size
 from kernels.ops.attention.cpu import supported as attention_supported
 from kernels.ops.attention.inputs import AttentionGeometry
 from kernels.ops.attention.kv_pages import KVPages, stored_in_pairs
@@ -83,7 +83,6 @@ def compile_layers(
 
     The closure contains only integers, so that numba finds the kernel in its cache.
     """
-    few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
     width = (num_heads + 2 * num_kv_heads) * dim
     inner = num_heads * dim
     rounded, added, gated_result = int(Result.BFLOAT16), int(Result.ADD), int(Result.GATE)
@@ -115,12 +114,12 @@ def compile_layers(
             if paired:
                 attend_pairs(
                     block, qkv, attended, load_i64(layer + _KEYS), load_i64(layer + _VALUES), sync, num_heads,
-                    num_kv_heads, dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                    num_kv_heads, dim, rotary_dim, page, 1, kv_bf16,
                 )  # fmt: skip
             else:
                 attend_cells(
                     block, qkv, attended, load_i64(layer + _KEYS), load_i64(layer + _VALUES), sync, num_heads,
-                    num_kv_heads, dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                    num_kv_heads, dim, rotary_dim, page, 1, kv_bf16,
                 )  # fmt: skip
             wait_for(sync + _ATTENDED, tickets)
             sync += _PHASE_BYTES
@@ -188,12 +187,10 @@ class DecoderLayers:
         self._constants = torch.tensor([geometry.scale, shape.eps], dtype=torch.float32)
         self._rows = 0
         self._buffers: list[torch.Tensor] = []
-        block = self._kernel.block
-        block[1] = self._table.data_ptr()
-        block[12], block[13] = self._scratch.data_ptr(), self._scratch.stride(0) * 4
-        block[14], block[17] = self._constants.data_ptr(), self._constants.data_ptr() + 4
-        block[16] = len(layers)
-        block[21] = self._threads
+        self._kernel.store(1, self._table)
+        self._kernel.store(12, self._scratch, self._scratch.stride(0) * 4, self._constants)
+        self._kernel.store(16, len(layers), self._constants[1:])
+        self._kernel.store(21, self._threads)
         self._make_room(FEW_ROWS)
 
     def __call__(self, residual: torch.Tensor, pages: Sequence[KVPages], prepared: PreparedAttention) -> None:
@@ -213,10 +210,9 @@ class DecoderLayers:
         if rows > self._rows:
             self._make_room(rows)
         self._counters.zero_()
-        block = self._kernel.block
-        block[0] = residual.data_ptr()
-        block[22] = int(self._fixed or rows <= FEW_ROWS)
-        prepared.write_step(block)
+        self._kernel.store(0, residual)
+        self._kernel.store(22, int(self._fixed or rows <= FEW_ROWS))
+        prepared.write_step(self._kernel)
         self._kernel.run(self._threads)
 
     def _use(self, pages: Sequence[KVPages]) -> None:
@@ -233,21 +229,23 @@ class DecoderLayers:
 
     def _make_room(self, rows: int) -> None:
         """Allocate memory for steps of up to `rows` rows, both the memory that threads share and each thread's own."""
-        shape, block = self._shape, self._kernel.block
+        shape, kernel = self._shape, self._kernel
         widest = max(shape.hidden, shape.inner, shape.intermediate)
         at_a_time = min(rows, CHUNK_ROWS)
         sizes = (rows, shape.qkv), (rows, shape.inner), (at_a_time, shape.intermediate), (at_a_time, shape.hidden)
         shared = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
-        block[2], block[3], block[15], block[23] = (buffer.data_ptr() for buffer in shared)
+        kernel.store(2, *shared[:2])
+        kernel.store(15, shared[2])
         own_x = scratch_bytes(widest)
         sums = own_x + OWN_ROWS * shape.hidden * 2
         size = sums + (at_a_time if self._fixed else min(rows, FEW_ROWS)) * widest // BLOCK * 4
         own = torch.zeros((self._threads, -(-size // 64) * 64), dtype=torch.uint8)
-        block[19], block[20], block[24], block[25] = own.data_ptr(), own.stride(0), own_x, sums
+        kernel.store(19, own, own.stride(0))
+        kernel.store(23, shared[3], own_x, sums)
         # Per layer: one attention, and two norms and four projections for each chunk of rows.
         phases = 1 + 6 * -(-rows // CHUNK_ROWS)
         self._counters = torch.zeros(len(self._layers) * phases * _PHASE_BYTES // 8, dtype=torch.int64)
-        block[18] = self._counters.data_ptr()
+        kernel.store(18, self._counters)
         self._buffers = [*shared, own]
         self._rows = rows
 

@@ -34,7 +34,7 @@ def normalize(
     """
     if rows <= OWN_ROWS:
         for row in range(rows):
-            norm_row(0, 0, residual + row * hidden * 4, weight, own + row * hidden * 2, hidden, eps, 1)
+            norm_row(False, 0, residual + row * hidden * 4, weight, own + row * hidden * 2, hidden, eps, 1)
         return own
     while True:
         first = atomic_add(counters, 1) * _SHARED_ROWS
@@ -42,7 +42,7 @@ def normalize(
             break
         last = min(first + _SHARED_ROWS, rows)
         for row in range(first, last):
-            norm_row(0, 0, residual + row * hidden * 4, weight, shared + row * hidden * 2, hidden, eps, 1)
+            norm_row(False, 0, residual + row * hidden * 4, weight, shared + row * hidden * 2, hidden, eps, 1)
         atomic_add(counters + _DONE, last - first)
     wait_for(counters + _DONE, rows)
     return shared

@@ -306,19 +306,8 @@ class PanelLinear:
         needed = -(-needed // 64) * 64
         if self._own.numel() < needed * self._threads:
             self._own = torch.empty(needed * self._threads, dtype=torch.uint8)
-        block = self._kernel.block
-        block[0] = x.data_ptr()
-        block[1] = weight.panels.data_ptr()
-        block[2] = 0 if bias is None else bias.data_ptr()
-        block[3] = out.data_ptr()
-        block[4] = weight.num_in
-        block[5] = out.shape[1]
-        block[6] = rows
-        block[7] = self._threads
-        block[8] = self._own.data_ptr()
-        block[9] = needed
-        block[10] = int(few)
-        block[11] = scratch
+        self._kernel.store(0, x, weight.panels, bias, out, weight.num_in, out.shape[1], rows, self._threads)
+        self._kernel.store(8, self._own, needed, int(few), scratch)
         self._kernel.run(self._threads)
 
 

@@ -11,12 +11,11 @@ import struct
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from kernels.common.cpu import numba_internals as llvm
 from kernels.common.cpu.bf16 import PAIRS, multiply_add, round_pairs
-from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, const, fma, pointer, prefetch, splat
+from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, const, fma, operation, pointer, prefetch, splat
 
 BLOCK = 32
 """Inputs that share a scale and a minimum."""
@@ -143,50 +142,19 @@ def _dot_body(builder: Any, values: Any, bits: int, minimum: bool, rows: int) ->
         builder.store(builder.load(slot), pointer(builder, at, VEC), align=4)
 
 
-def _function(module: Any, name: str, arguments: int, body: Any) -> Any:
-    """Return a function of the module, created once for all its callers."""
-    kind = ir.FunctionType(ir.VoidType(), [I64] * arguments)
-    function = llvm.get_or_insert_function(module, kind, name)
-    if function.is_declaration:
-        function.linkage = "internal"
-        function.attributes.add("noinline")
-        builder = ir.IRBuilder(function.append_basic_block("entry"))
-        body(builder, function.args)
-        builder.ret_void()
-    return function
+def _describe_dot(bits: int, minimum: int, rows: int) -> tuple[str, Any]:
+    name = f"panel_dot_{bits}_{minimum}_{rows}"
+    return name, lambda builder, values: _dot_body(builder, values, bits, bool(minimum), rows)
 
 
-@intrinsic(prefer_literal=True)
-def dot(
-    typing: Any,
-    bits: Any,
-    minimum: Any,
-    rows: Any,
-    x: Any,
-    x_bytes: Any,
-    sums: Any,
-    sums_bytes: Any,
-    panel: Any,
-    num_blocks: Any,
-    num_rows: Any,
-    tile: Any,
-    tile_bytes: Any,
-) -> Any:
-    """Compute tile[r, lane] = sum over k of x[r, k] * weight[lane, k], float32, for `rows` rows.
+dot = operation(3, 9, _describe_dot)
+"""Compute tile[r, lane] = sum over k of x[r, k] * weight[lane, k], float32, for `rows` rows.
 
-    Literals: bits, 4, 8 or 16; minimum, 1 if blocks have one; rows. x: bfloat16, rows x_bytes apart. sums: the sums of
-    x over each block, float32, rows sums_bytes apart; read if minimum is 1. panel: see layout. Instead of rows beyond
-    num_rows, the last one is read again; tile has space for all.
-    """
-    choice = bits.literal_value, bool(minimum.literal_value), rows.literal_value
-    name = f"panel_dot_{choice[0]}_{int(choice[1])}_{choice[2]}"
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        made = _function(builder.module, name, 9, lambda inner, given: _dot_body(inner, given, *choice))
-        builder.call(made, values[3:])
-        return context.get_dummy_value()
-
-    return types.void(bits, minimum, rows, *[types.int64] * 9), codegen
+Arguments: bits, minimum, rows, x, x_bytes, sums, sums_bytes, panel, num_blocks, num_rows, tile, tile_bytes. Literals:
+bits, 4, 8 or 16; minimum, 1 if blocks have one; rows. x: bfloat16, rows x_bytes apart. sums: the sums of x over each
+block, float32, rows sums_bytes apart; read if minimum is 1. panel: see layout. Instead of rows beyond num_rows, the
+last one is read again; tile has space for all.
+"""
 
 
 def _dot_values_body(builder: Any, values: Any) -> None:
@@ -214,28 +182,12 @@ def _dot_values_body(builder: Any, values: Any) -> None:
             builder.store(builder.load(slot), pointer(builder, builder.add(at, I64(64 * half)), VEC), align=4)
 
 
-@intrinsic
-def dot_values(
-    typing: Any,
-    x: Any,
-    x_bytes: Any,
-    first: Any,
-    second: Any,
-    num_pairs: Any,
-    num_rows: Any,
-    tile: Any,
-    tile_bytes: Any,
-) -> Any:
-    """Compute tile[r, :16] and tile[r, 16:], the sums over k of x[r, k] times the weights of two panels.
+dot_values = operation(0, 8, lambda: ("panel_dot_values", _dot_values_body))
+"""Compute tile[r, :16] and tile[r, 16:], the sums over k of x[r, k] times the weights of two panels.
 
-    There are VALUE_ROWS rows. first, second: [num_pairs, 16, 2] bfloat16. For the other arguments, see `dot`.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.call(_function(builder.module, "panel_dot_values", 8, _dot_values_body), values)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), codegen
+Arguments: x, x_bytes, first, second, num_pairs, num_rows, tile, tile_bytes. There are VALUE_ROWS rows. first, second:
+[num_pairs, 16, 2] bfloat16. For the other arguments, see `dot`.
+"""
 
 
 def _evens_and_odds(builder: Any, pairs: Any) -> list[Any]:
@@ -253,38 +205,35 @@ def _pairs(builder: Any, first: Any, second: Any) -> Any:
     return builder.shuffle_vector(words, ir.Constant(_WORDS, ir.Undefined), const(ir.VectorType(I32, 2 * WIDTH), lanes))
 
 
-@intrinsic(prefer_literal=True)
-def unpack(typing: Any, bits: Any, minimum: Any, panel: Any, num_blocks: Any, out: Any) -> Any:
-    """Write the panel's weights to `out`, [16 * num_blocks, 16, 2] bfloat16, computed in float32.
+def _unpack_body(builder: Any, values: Any, bits: int, minimum: bool) -> None:
+    panel_at, blocks, out_at = values
+    size = block_bytes(bits, minimum)
+    ahead = builder.mul(blocks, I64(size))
+    with llvm.for_range_slice(builder, I64(0), blocks, I64(1), I64) as (block, _):
+        codes = builder.add(panel_at, builder.mul(block, I64(size)))
+        _prefetch_next(builder, codes, ahead, size)
+        target = builder.add(out_at, builder.mul(block, I64(64 * _PAIRS_OF_BLOCK)))
+        factors = builder.add(codes, I64(code_bytes(bits)))
+        scale = _halves(builder, factors)
+        least = _halves(builder, builder.add(factors, I64(2 * WIDTH))) if minimum else None
+        with llvm.for_range_slice(builder, I64(0), I64(_GROUPS), I64(1), I64) as (group, _):
+            at = builder.add(target, builder.mul(group, I64(256)))
+            for pair, unscaled in enumerate(_unscaled(builder, codes, group, bits, minimum)):
+                two = _evens_and_odds(builder, unscaled)
+                if least is None:
+                    two = [builder.fmul(value, scale) for value in two]
+                else:
+                    two = [fma(builder, value, scale, least) for value in two]
+                place = builder.add(at, I64(pair * 64))
+                builder.store(_pairs(builder, *two), pointer(builder, place, _WORDS), align=4)
 
-    Literals: see `dot`; bits is 4 or 8.
-    """
-    width, has_minimum = bits.literal_value, bool(minimum.literal_value)
 
-    def body(builder: Any, values: Any) -> None:
-        panel_at, blocks, out_at = values
-        size = block_bytes(width, has_minimum)
-        ahead = builder.mul(blocks, I64(size))
-        with llvm.for_range_slice(builder, I64(0), blocks, I64(1), I64) as (block, _):
-            codes = builder.add(panel_at, builder.mul(block, I64(size)))
-            _prefetch_next(builder, codes, ahead, size)
-            target = builder.add(out_at, builder.mul(block, I64(64 * _PAIRS_OF_BLOCK)))
-            factors = builder.add(codes, I64(code_bytes(width)))
-            scale = _halves(builder, factors)
-            least = _halves(builder, builder.add(factors, I64(2 * WIDTH))) if has_minimum else None
-            with llvm.for_range_slice(builder, I64(0), I64(_GROUPS), I64(1), I64) as (group, _):
-                at = builder.add(target, builder.mul(group, I64(256)))
-                for pair, unscaled in enumerate(_unscaled(builder, codes, group, width, has_minimum)):
-                    two = _evens_and_odds(builder, unscaled)
-                    if least is None:
-                        two = [builder.fmul(value, scale) for value in two]
-                    else:
-                        two = [fma(builder, value, scale, least) for value in two]
-                    place = builder.add(at, I64(pair * 64))
-                    builder.store(_pairs(builder, *two), pointer(builder, place, _WORDS), align=4)
+def _describe_unpack(bits: int, minimum: int) -> tuple[str, Any]:
+    return f"panel_unpack_{bits}_{minimum}", lambda builder, values: _unpack_body(builder, values, bits, bool(minimum))
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.call(_function(builder.module, f"panel_unpack_{width}_{int(has_minimum)}", 3, body), values[2:])
-        return context.get_dummy_value()
 
-    return types.void(bits, minimum, *[types.int64] * 3), codegen
+unpack = operation(2, 3, _describe_unpack)
+"""Write the panel's weights to `out`, [16 * num_blocks, 16, 2] bfloat16, computed in float32.
+
+Arguments: bits, minimum, panel, num_blocks, out. Literals: see `dot`; bits is 4 or 8.
+"""

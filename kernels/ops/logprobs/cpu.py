@@ -10,35 +10,21 @@ import numpy as np
 from numba import njit
 
 from kernels.common.cpu.row_threads import next_row
-from kernels.common.cpu.simd import inner_numpy
+from kernels.common.cpu.simd import inner_numpy, inner_sums
 from kernels.ops.logprobs.reference import LOWEST_LOGPROB
-from kernels.ops.sampling.cpu_borders import CHUNK, SHIFT, argmax, exp, last_chunk, num_chunks, options
+from kernels.ops.sampling.cpu_borders import CHUNK, SHIFT, argmax, exp, num_chunks, options
 
 _LOWEST = np.float32(LOWEST_LOGPROB)
 _LAST_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-@inner_numpy
-def _add_chunks(row, num, highest, masses):  # type: ignore[no-untyped-def]
-    weights = np.empty(CHUNK, np.float32)
-    for c in range(num):
-        part = row[c * CHUNK : (c + 1) * CHUNK]
-        # Two loops; a combined loop for both number types takes twice as long.
-        for j in range(CHUNK):
-            weights[j] = exp(part[j] - highest)
-        for j in range(CHUNK):
-            masses[j] += np.float64(weights[j])
-
-
-@inner_numpy
+@inner_sums
 def _log_mass(row, highest):  # type: ignore[no-untyped-def]
-    """Return the log of the sum of exp(logit - highest), in lanes that are always summed in the same order."""
-    masses = np.zeros(CHUNK, np.float64)
-    whole = len(row) // CHUNK
-    _add_chunks(row, whole, highest, masses)
-    if whole * CHUNK < len(row):
-        _add_chunks(last_chunk(row, whole), 1, highest, masses)
-    return np.log(masses.sum())
+    """Return the log of the sum of exp(logit - highest)."""
+    mass = 0.0
+    for i in range(len(row)):
+        mass += np.float64(exp(row[i] - highest))
+    return np.log(mass)
 
 
 @inner_numpy

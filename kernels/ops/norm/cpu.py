@@ -29,7 +29,7 @@ def norm_row(
     squares = vsplat(0.0)
     for i in range(0, hidden, 16):
         x = vload(residual + i * 4, 0)
-        if has_delta != 0:
+        if has_delta:
             x = vadd(x, vload(delta + i * element, bf16))
             vstore(residual + i * 4, x, 0)
         squares = vfma(x, x, squares)
@@ -48,9 +48,7 @@ def compile_add_rms_norm(hidden: int, bf16: int) -> Any:
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def add_rms_norm(block: Any) -> None:
-        delta, residual, weight, out, rows, has_delta, eps = (
-            block[0], block[1], block[2], block[3], block[4], block[5], block[6],
-        )  # fmt: skip
+        delta, residual, weight, out, rows, eps = block[0], block[1], block[2], block[3], block[4], block[5]
         counters = block[31]
         while True:
             row = atomic_add(counters, 1)
@@ -58,7 +56,7 @@ def compile_add_rms_norm(hidden: int, bf16: int) -> Any:
                 break
             source = delta + row * hidden * element
             base, target = residual + row * hidden * 4, out + row * hidden * element
-            norm_row(has_delta, source, base, weight, target, hidden, load_f32(eps), bf16)
+            norm_row(delta != 0, source, base, weight, target, hidden, load_f32(eps), bf16)
 
     return add_rms_norm
 
@@ -83,16 +81,6 @@ class AddRMSNorm:
             self._eps_value = eps
         rows = residual.shape[0]
         out = torch.empty((rows, self._hidden), dtype=self._dtype)
-        block = self._kernel.block
-        if delta is None:
-            block[5] = 0
-        else:
-            block[0] = delta.data_ptr()
-            block[5] = 1
-        block[1] = residual.data_ptr()
-        block[2] = weight.data_ptr()
-        block[3] = out.data_ptr()
-        block[4] = rows
-        block[6] = self._eps.data_ptr()
+        self._kernel.store(0, delta, residual, weight, out, rows, self._eps)
         self._kernel.run(num_threads() if rows * self._hidden >= _MIN_PARALLEL else 1)
         return out

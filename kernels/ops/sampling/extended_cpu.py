@@ -5,13 +5,11 @@ Each filter is a plain loop over the row, which the compiler vectorizes because 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from numba import njit
 
 from kernels.common.cpu.row_threads import next_row
+from kernels.common.cpu.simd import inner_sums
 from kernels.ops.sampling.cpu import words_of_chunk
 from kernels.ops.sampling.cpu_borders import (
     BUCKETS_PER_UNIT,
@@ -56,13 +54,7 @@ _LAST_TOKEN = np.uint64(0xFFFFFFFF)
 _COIN_STREAM = np.uint32(XTC_STREAM)
 
 
-def _inner(function: Callable[..., Any]) -> Any:
-    """Compile a function that only compiled functions call, and whose sums may be reordered."""
-    flags = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "fastmath": {"reassoc"}}
-    return njit(error_model="numpy", **flags)(function)
-
-
-@_inner
+@inner_sums
 def _sums(row, highest):  # type: ignore[no-untyped-def]
     """Return number, sum of exp, and sum of exp times value of the tokens left, relative to the largest value."""
     count, mass, moment = 0, 0.0, 0.0
@@ -75,7 +67,7 @@ def _sums(row, highest):  # type: ignore[no-untyped-def]
     return count, mass, moment
 
 
-@_inner
+@inner_sums
 def _sigma_cut(row, highest, top_n_sigma):  # type: ignore[no-untyped-def]
     """Return the smallest logit within the given number of standard deviations of the largest."""
     number, total, squares = 0, 0.0, 0.0
@@ -89,13 +81,13 @@ def _sigma_cut(row, highest, top_n_sigma):  # type: ignore[no-untyped-def]
     return np.float32(np.float64(highest) - np.float64(top_n_sigma) * np.sqrt(squares / number))
 
 
-@_inner
+@inner_sums
 def _cut(row, lowest):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
         row[i] = row[i] if row[i] >= lowest else _DROPPED
 
 
-@_inner
+@inner_sums
 def _temperature(row, highest, temperature, reach, exponent):  # type: ignore[no-untyped-def]
     """Return the dynamic temperature, from the entropy of the row at temperature 1."""
     count, mass, moment = _sums(row, highest)
@@ -107,14 +99,14 @@ def _temperature(row, highest, temperature, reach, exponent):  # type: ignore[no
     return np.float32(max(low + (high - low) * share ** float(exponent), MIN_TEMPERATURE))
 
 
-@_inner
+@inner_sums
 def _top_border(row, maxima, top_k, top_p):  # type: ignore[no-untyped-def]
     """Return the key of the last token within top_k and top_p."""
     fill_maxima(row, maxima)
     return border_of(row, maxima, np.float32(0.0), np.float32(1.0), top_k, top_p, _DROPPED)
 
 
-@_inner
+@inner_sums
 def _keep_up_to(row, border):  # type: ignore[no-untyped-def]
     """Drop the tokens after a key."""
     lowest, last = key_value(border), np.int64(border & _LAST_TOKEN)
@@ -123,7 +115,7 @@ def _keep_up_to(row, border):  # type: ignore[no-untyped-def]
         row[i] = _DROPPED if row[i] == lowest else row[i]
 
 
-@_inner
+@inner_sums
 def _typical_border(row, mean, target):  # type: ignore[no-untyped-def]
     """Return the key, by distance from the mean, of the token with which the mass reaches the target."""
     weights = np.empty(len(row), np.float32)
@@ -160,7 +152,7 @@ def _typical_border(row, mean, target):  # type: ignore[no-untyped-def]
     return keys[len(keys) - 1]
 
 
-@_inner
+@inner_sums
 def _keep_typical(row, maxima, typical_p):  # type: ignore[no-untyped-def]
     _, mass, moment = _sums(row, np.float32(0.0))
     mean = np.float32(moment / mass)
@@ -176,7 +168,7 @@ def _keep_typical(row, maxima, typical_p):  # type: ignore[no-untyped-def]
         row[i] = row[i] - largest
 
 
-@_inner
+@inner_sums
 def _top_k_of_mu(row, maxima, number, mu):  # type: ignore[no-untyped-def]
     """See extended.top_k_of_mu; `number` tokens are left. The result is 0 if nothing is cut."""
     if number < 2:
@@ -205,7 +197,7 @@ def _top_k_of_mu(row, maxima, number, mu):  # type: ignore[no-untyped-def]
     return max(int(np.exp(log_k)), 1) if log_k < log_number else 0
 
 
-@_inner
+@inner_sums
 def _keep_unsurprising(row, maxima, best, number, mirostat, mu, log_mass):  # type: ignore[no-untyped-def]
     if mirostat == 2:
         _cut(row, np.float32(np.float64(log_mass) - np.float64(mu) * _LN2))
@@ -216,7 +208,7 @@ def _keep_unsurprising(row, maxima, best, number, mirostat, mu, log_mass):  # ty
             _keep_up_to(row, _top_border(row, maxima, top_k, 1.0))
 
 
-@_inner
+@inner_sums
 def _drop_likeliest(row, log_threshold):  # type: ignore[no-untyped-def]
     """Apply XTC to a row whose coin triggers it."""
     _, mass, _ = _sums(row, np.float32(0.0))
@@ -234,7 +226,7 @@ def _drop_likeliest(row, log_threshold):  # type: ignore[no-untyped-def]
         row[last] = least
 
 
-@_inner
+@inner_sums
 def _extend(row, maxima, words, position, coin):  # type: ignore[no-untyped-def]
     """Filter one row; return the log of its mass if mirostat needs it, else 0.
 

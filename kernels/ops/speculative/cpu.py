@@ -10,14 +10,13 @@ import numpy as np
 from numba import njit
 
 from kernels.common.cpu.row_threads import next_row
-from kernels.common.cpu.simd import inner_numpy
+from kernels.common.cpu.simd import inner_numpy, inner_sums
 from kernels.ops.sampling.cpu import words_of_chunk
 from kernels.ops.sampling.cpu_borders import (
     CHUNK,
     SHIFT,
     argmax,
     exp,
-    key_value,
     largest_of,
     masked_row,
     num_chunks,
@@ -32,34 +31,21 @@ _MAX_FACTOR = np.float32(2.0**25)
 _ROUNDED_UP = np.float32(1.0 + 2.0**-20)
 
 
-@inner_numpy
-def _masses(row, maxima, best_id, temperature, border, masses):  # type: ignore[no-untyped-def]
+@inner_sums
+def _masses(row, highest, temperature, border, masses):  # type: ignore[no-untyped-def]
     """Fill `masses` with exp of the scaled logit of each token that passes, 0 for the others, and return the sum."""
-    highest = row[best_id]
-    cut = key_value(border)
     last_bits = np.uint32(border >> SHIFT)
     last_id = np.int64(border & np.uint64(0xFFFFFFFF))
-    sums = np.zeros(CHUNK, np.float64)
-    for c in range(len(maxima)):
-        first = c * CHUNK
-        chunk = row[first : first + CHUNK]
-        out = masses[first : first + CHUNK]
-        if (maxima[c] - highest) / temperature < cut:
-            out[:] = np.float32(0.0)
-            continue
-        at_border = np.int64(0)
-        for i in range(len(chunk)):
-            s = (chunk[i] - highest) / temperature
-            bits = np.float32(abs(s)).view(np.uint32)
-            out[i] = exp(s) if bits <= last_bits else np.float32(0.0)
-            at_border += np.int64(bits == last_bits)
-        if at_border > 0:
-            for i in range(len(chunk)):
-                if first + i > last_id and np.float32((chunk[i] - highest) / temperature) == cut:
-                    out[i] = np.float32(0.0)
-        for i in range(len(chunk)):
-            sums[i] += np.float64(out[i])
-    return sums.sum()
+    for i in range(len(row)):
+        s = (row[i] - highest) / temperature
+        masses[i] = exp(s) if np.float32(abs(s)).view(np.uint32) <= last_bits else np.float32(0.0)
+    for i in range(last_id + 1, len(row)):
+        s = (row[i] - highest) / temperature
+        masses[i] = masses[i] if np.float32(abs(s)).view(np.uint32) != last_bits else np.float32(0.0)
+    total = 0.0
+    for i in range(len(row)):
+        total += np.float64(masses[i])
+    return total
 
 
 @inner_numpy
@@ -126,7 +112,7 @@ def probability_rows(  # type: ignore[no-untyped-def]
             out[r, best_id] = np.float32(1.0)
         else:
             border = row_border(row, maxima, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
-            inverse = np.float32(1.0 / _masses(row, maxima, best_id, temperature[r], border, out[r]))
+            inverse = np.float32(1.0 / _masses(row, row[best_id], temperature[r], border, out[r]))
             for token in range(len(row)):
                 out[r, token] *= inverse
 
@@ -154,7 +140,7 @@ def reject_rows(  # type: ignore[no-untyped-def]
         if best_id < 0 or temperature[r] == np.float32(0.0):
             continue
         border = row_border(row, maxima, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
-        total = _masses(row, maxima, best_id, temperature[r], border, masses)
+        total = _masses(row, row[best_id], temperature[r], border, masses)
         draft = drafts[r]
         proposed = 0 <= draft < len(row)
         given = False
