@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -212,7 +212,7 @@ def _mask_rows(inputs: SamplingInputs, num_rows: int) -> torch.Tensor:
 
 def sampling_arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.ndarray]:
     """Return logits and gathered inputs on the CPU as arguments of the compiled functions."""
-    tensors = (
+    return arrays_of(
         logits,
         inputs.temperature,
         inputs.top_k,
@@ -224,6 +224,10 @@ def sampling_arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.nda
         _NO_MASK if inputs.mask is None else inputs.mask,
         _mask_rows(inputs, logits.shape[0]),
     )
+
+
+def arrays_of(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Return tensors as arguments of the compiled functions, which are compiled for contiguous arrays."""
     return [tensor.contiguous().numpy() for tensor in tensors]
 
 
@@ -243,29 +247,19 @@ def _adjust_rows(cpu: Any, logits: torch.Tensor, inputs: AdjustInputs) -> None:
 
 
 def _penalize_rows(cpu: Any, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-    tensors = (
-        inputs.rows,
-        inputs.slots,
-        inputs.output_counts,
-        inputs.in_prompt,
-        inputs.repetition,
-        inputs.presence,
-        inputs.frequency,
-        torch.empty((len(inputs.rows), 0), dtype=torch.int64) if inputs.extra is None else inputs.extra,
-    )
-    cpu.penalize_rows(logits.numpy(), *(tensor.contiguous().numpy() for tensor in tensors))
+    if inputs.extra is None:
+        inputs = replace(inputs, extra=torch.empty((len(inputs.rows), 0), dtype=torch.int64))
+    cpu.penalize_rows(logits.numpy(), *_columns(inputs))
 
 
-def _columns(inputs: DryInputs | AllowedInputs) -> list[np.ndarray]:
+def _columns(inputs: PenaltyInputs | DryInputs | AllowedInputs) -> list[np.ndarray]:
     """Return the tensor fields in order, as arguments of the compiled functions."""
     values = (getattr(inputs, field.name) for field in fields(inputs))
-    # The functions are compiled for contiguous arrays only; the tables are contiguous already.
-    return [value.contiguous().numpy() for value in values if isinstance(value, torch.Tensor)]
+    return arrays_of(*(value for value in values if isinstance(value, torch.Tensor)))
 
 
 def _extend_columns(inputs: ExtendInputs) -> list[np.ndarray]:
     mask, mask_rows = inputs.mask, inputs.mask_rows
     if mask is None or mask_rows is None:
         mask, mask_rows = _NO_MASK, torch.full_like(inputs.rows, -1)
-    tensors = (inputs.rows, inputs.words, inputs.position, mask, mask_rows.long())
-    return [tensor.contiguous().numpy() for tensor in tensors]
+    return arrays_of(inputs.rows, inputs.words, inputs.position, mask, mask_rows.long())

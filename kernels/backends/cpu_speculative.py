@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.backends.cpu_sampling import run_rows, sampling_arrays
+from kernels.backends.cpu_sampling import arrays_of, run_rows, sampling_arrays
 from kernels.backends.reference import SpeculativeOps
 from kernels.common.cpu.row_threads import RowThreads, claims_of
 from kernels.ops.sampling.inputs import SamplingInputs, dummy_row
@@ -62,7 +62,7 @@ def _draft_arrays(drafts: DraftInputs) -> list[np.ndarray]:
     probabilities, rows = drafts.probabilities, drafts.rows
     if probabilities is None or rows is None:
         probabilities, rows = torch.empty((1, 1)), torch.full_like(drafts.token_ids, -1)
-    return [tensor.contiguous().numpy() for tensor in (drafts.token_ids, probabilities, rows)]
+    return arrays_of(drafts.token_ids, probabilities, rows)
 
 
 def _verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:

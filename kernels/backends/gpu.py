@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kernels.backends.reference import DecoderOps
-from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.activation import triton as activation_triton
-from kernels.ops.activation.reference import Activation
 from kernels.ops.attention.cascade import CascadeWork
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages
@@ -36,29 +35,9 @@ class TritonOps(DecoderOps):
     def __init__(self, device: torch.device, deterministic: bool = False) -> None:
         self._attention = TritonAttention(device, deterministic=deterministic)
 
-    def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """See kernels/ops/embedding."""
-        return embedding.embed(token_ids, weight, scale, dtype)
-
-    def add_rms_norm(
-        self,
-        delta: torch.Tensor | None,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        dtype: torch.dtype,
-        quantization: ActivationQuantization | None = None,
-    ) -> Activations:
-        """See kernels/ops/norm."""
-        return norm.add_rms_norm(delta, residual, weight, eps, dtype, quantization)
-
-    def activation_and_mul(
-        self, gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
-    ) -> Activations:
-        """See kernels/ops/activation."""
-        return activation_triton.activation_and_mul(gate_up, activation, quantization)
+    embed = staticmethod(embedding.embed)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    activation_and_mul = staticmethod(activation_triton.activation_and_mul)
 
     def prepare_attention(self, inputs: AttentionInputs, geometry: AttentionGeometry) -> Any:
         """Return the inputs, to which the first layer adds the work list."""
@@ -72,15 +51,13 @@ class TritonOps(DecoderOps):
 _Key = tuple[AttentionGeometry, int]
 
 
+@dataclass(slots=True)
 class PreparedAttention:
     """One step of one KV group: its inputs, and the work list that the first layer builds for all layers."""
 
-    __slots__ = ("geometry", "inputs", "work")
-
-    def __init__(self, inputs: AttentionInputs, geometry: AttentionGeometry) -> None:
-        self.inputs = inputs
-        self.geometry = geometry
-        self.work: AttentionWork | None = None
+    inputs: AttentionInputs
+    geometry: AttentionGeometry
+    work: AttentionWork | None = None
 
 
 class TritonAttention:

@@ -12,7 +12,6 @@ import torch
 from kernels.backends.reference import SamplingOps, SpeculativeOps
 from kernels.common.triton.launch import Scratch
 from kernels.ops.logprobs import triton as logprobs_kernels
-from kernels.ops.logprobs.reference import LogprobTensors
 from kernels.ops.penalties import triton as penalty_kernels
 from kernels.ops.sampling import triton as sampling_kernels
 from kernels.ops.sampling.inputs import (
@@ -23,14 +22,13 @@ from kernels.ops.sampling.inputs import (
 )
 from kernels.ops.sampling.triton_splits import scratch_size
 from kernels.ops.speculative import triton as kernels
-from kernels.ops.speculative.reference import DraftInputs, Verified
+from kernels.ops.speculative.reference import DraftInputs
 
 
-class TritonSamplingOps(SamplingOps):
-    """Sampling operations on a GPU; operations without a kernel use the reference.
+class _RowKernels:
+    """Owner of the scratch memory of kernels that process rows of logits. It grows to the largest number of rows.
 
-    This object owns the scratch memory of the kernels, which grows to the largest number of rows. All steps run on one
-    stream, so they can share it.
+    All steps run on one stream, so they can share it.
 
     Args:
         device: Device of the logits.
@@ -41,6 +39,13 @@ class TritonSamplingOps(SamplingOps):
         self._device = device
         self._vocab_size = vocab_size
         self._scratch = Scratch(device)
+
+    def _scratch_of(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._scratch.of(scratch_size(*logits.shape))
+
+
+class TritonSamplingOps(_RowKernels, SamplingOps):
+    """Sampling operations on a GPU; operations without a kernel use the reference."""
 
     def compile(self) -> None:
         """Launch every variant that the worker uses once, on a row of zeros."""
@@ -66,39 +71,17 @@ class TritonSamplingOps(SamplingOps):
         """Compile all kernels; there are no rarely used ones here."""
         self.compile()
 
-    def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
-        """See kernels/ops/sampling/reference.py."""
-        penalty_kernels.adjust(logits, inputs)
-
-    def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-        """See kernels/ops/sampling/reference.py."""
-        penalty_kernels.penalize(logits, inputs)
+    adjust = staticmethod(penalty_kernels.adjust)
+    penalize = staticmethod(penalty_kernels.penalize)
+    logprobs = staticmethod(logprobs_kernels.compute_logprobs)
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See kernels/ops/sampling/reference.py."""
-        scratch = self._scratch.of(scratch_size(*logits.shape))
-        return sampling_kernels.sample(logits, inputs, scratch)
-
-    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-        """See kernels/ops/logprobs/reference.py."""
-        return logprobs_kernels.compute_logprobs(logits, token_ids, num_top)
+        return sampling_kernels.sample(logits, inputs, self._scratch_of(logits))
 
 
-class TritonSpeculativeOps(SpeculativeOps):
-    """Verification of drafts on a GPU; `add_kept` uses the reference.
-
-    This object owns the scratch memory of the kernels, which grows to the largest number of rows. All steps run on one
-    stream, so they can share it.
-
-    Args:
-        device: Device of the logits.
-        vocab_size: Vocabulary size for which `compile` compiles; with 0, kernels are compiled at their first use.
-    """
-
-    def __init__(self, device: torch.device, vocab_size: int = 0) -> None:
-        self._device = device
-        self._vocab_size = vocab_size
-        self._scratch = Scratch(device)
+class TritonSpeculativeOps(_RowKernels, SpeculativeOps):
+    """Verification of drafts on a GPU; `add_kept` uses the reference."""
 
     def compile(self) -> None:
         """Launch every variant that the worker uses once, on a row of zeros."""
@@ -114,9 +97,7 @@ class TritonSpeculativeOps(SpeculativeOps):
             for drafts in (DraftInputs(row), DraftInputs(row, logits, row)):
                 self.reject(logits, row_inputs, drafts)
 
-    def verify(self, token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
-        """See kernels/ops/speculative/reference.py."""
-        return kernels.verify(token_ids, drafts, cu_rows)
+    verify = staticmethod(kernels.verify)
 
     def reject(self, logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs) -> torch.Tensor:
         """See kernels/ops/speculative/reference.py."""
@@ -125,6 +106,3 @@ class TritonSpeculativeOps(SpeculativeOps):
     def probabilities(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See kernels/ops/speculative/reference.py."""
         return kernels.probabilities(logits, inputs, self._scratch_of(logits))
-
-    def _scratch_of(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._scratch.of(scratch_size(*logits.shape))

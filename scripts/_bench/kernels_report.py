@@ -144,7 +144,7 @@ def problems(compilation: Compilation, target: Target, compiled: Compiled) -> li
         found.append(f"spills {compiled.spilled_bytes} bytes, {compilation.spills_allowed} allowed")
     if compiled.shared_memory > SHARED_MEMORY[target]:
         found.append(f"needs {compiled.shared_memory} bytes of shared memory, {SHARED_MEMORY[target]} available")
-    threads = compilation.num_warps * (64 if target == "gfx942" else 32)
+    threads = compilation.options["num_warps"] * (64 if target == "gfx942" else 32)
     if threads > MAX_THREADS:
         found.append(f"has {threads} threads, at most {MAX_THREADS} allowed")
     found += [f"an outer loop carries {name}, which only bounds inner loops" for name in compiled.carried_bounds]
@@ -219,19 +219,15 @@ def compile_one(compilation: Compilation, target: Target) -> dict[str, Any]:
     ]
     source = ASTSource(
         compilation.function,
-        signature=dict(compilation.signature),
-        constexprs=dict(compilation.constants),
+        signature=compilation.signature,
+        constexprs=compilation.constants,
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
     amd = target.startswith("gfx")
     kernel = triton.compile(
         source,
         target=GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-        options={
-            "num_warps": compilation.num_warps,
-            "num_stages": compilation.num_stages,
-            "enable_fp_fusion": compilation.enable_fp_fusion,
-        },
+        options=compilation.launch_options,
     )
     found = read_resources(kernel.asm, kernel.metadata.shared, triton.knobs.nvidia.cuobjdump.path)
     return {

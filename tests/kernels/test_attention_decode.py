@@ -80,7 +80,7 @@ def test_small_values_with_float16(kv_format: KVFormat, device: torch.device) ->
 
 def test_e4m3_by_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the conversion of e4m3fn from bits, for GPUs without native support."""
-    monkeypatch.setattr("kernels.ops.attention_decode.triton.native_fp8", lambda device: False)
+    monkeypatch.setattr("kernels.ops.attention.triton_cells.native_fp8", lambda device: False)
     check(Case("bits", ((1, 40), (2, 300)), kv_format="fp8"), device)
 
 

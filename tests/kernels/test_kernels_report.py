@@ -19,7 +19,7 @@ WGMMA = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 TCGEN05 = "tcgen05.mma.cta_group::1.kind::f16"
 MFMA = "v_mfma_f32_32x32x8_bf16"
-KERNEL = Compilation("k", "bf16", None, {}, {}, num_warps=4, num_stages=2, enable_fp_fusion=True)
+KERNEL = Compilation("k", "bf16", None, {}, {"num_warps": 4})
 
 
 def _problems(target, compilation: Compilation = KERNEL, **resources) -> list[str]:
@@ -61,7 +61,7 @@ def test_spills_shared_memory_and_threads(target) -> None:
     limit = kernels_report.SHARED_MEMORY[target]
     assert _problems(target, shared_memory=limit) == []
     assert "shared memory" in _problems(target, shared_memory=limit + 1)[0]
-    assert "threads" in _problems(target, dataclasses.replace(KERNEL, num_warps=64))[0]
+    assert "threads" in _problems(target, dataclasses.replace(KERNEL, options={"num_warps": 64}))[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels.backends.gpu_sampling import TritonSamplingOps
-from kernels.ops.logprobs.triton import tiles
+from kernels.ops.logprobs.triton import split
 from kernels.ops.sampling import reference, triton_splits
 from kernels.ops.sampling import triton as kernels
 from kernels.ops.sampling.cases import CASES, SamplingCase, make_case
@@ -225,21 +225,25 @@ def test_compile_launches_every_variant(device, monkeypatch):
     launched, widths = [], set()
 
     def record(name, method):
-        def recording(self, *args):
+        def recording(*args):
             launched.append(name)
             if name == "logprobs":
-                widths.add(tiles(130, args[2])[2])
-            return method(self, *args)
+                widths.add(split(130, args[2]).width)
+            return method(*args)
 
         return recording
 
-    for name in ("adjust", "penalize", "sample", "logprobs"):
-        monkeypatch.setattr(TritonSamplingOps, name, record(name, getattr(TritonSamplingOps, name)))
-    TritonSamplingOps(device, 130).compile()
+    def compile_for(vocab_size):
+        ops = TritonSamplingOps(device, vocab_size)
+        for name in ("adjust", "penalize", "sample", "logprobs"):
+            monkeypatch.setattr(ops, name, record(name, getattr(ops, name)))
+        ops.compile()
+
+    compile_for(130)
     assert sorted(set(launched)) == ["adjust", "logprobs", "penalize", "sample"] and launched.count("sample") == 6
-    assert widths == {tiles(130, num_top)[2] for num_top in range(MAX_LOGPROBS + 1)}
+    assert widths == {split(130, num_top).width for num_top in range(MAX_LOGPROBS + 1)}
     launched.clear()
-    TritonSamplingOps(device).compile()  # for no vocabulary
+    compile_for(0)  # for no vocabulary
     assert not launched
 
 
@@ -261,9 +265,9 @@ def test_invalid_arguments_are_rejected(logits, scratch, message):
 @triton.jit
 def noise_kernel(p_noise, p_bound, first, position, choice, key_low, key_high, TILE: tl.constexpr):
     b_counter = (first // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
-    scalars = tl.load(position).to(tl.uint32), tl.load(choice).to(tl.uint32)
-    words = tl.load(key_low).to(tl.uint32), tl.load(key_high).to(tl.uint32)
-    b_word = words_of_tokens(b_counter, scalars[0], scalars[1], words[0], words[1])
+    counter = tl.load(position).to(tl.uint32), tl.load(choice).to(tl.uint32)
+    key = tl.load(key_low).to(tl.uint32), tl.load(key_high).to(tl.uint32)
+    b_word = words_of_tokens(b_counter, (counter[0], counter[1], key[0], key[1]))
     tl.store(p_noise + tl.arange(0, TILE), gumbel(b_word))
     tl.store(p_bound + tl.arange(0, TILE), gumbel_bound(b_word))
 
@@ -277,14 +281,13 @@ def extremes_kernel(p_words, p_noise, p_bound, SIZE: tl.constexpr):
 
 @triton.jit
 def philox_kernel(p_out, p_counter, p_key):
-    counter = (
-        tl.load(p_counter).to(tl.uint32),
+    noise = (
         tl.load(p_counter + 1).to(tl.uint32),
         tl.load(p_counter + 2).to(tl.uint32),
+        tl.load(p_key).to(tl.uint32),
+        tl.load(p_key + 1).to(tl.uint32),
     )
-    words = philox_words(
-        counter[0], counter[1], counter[2], tl.load(p_key).to(tl.uint32), tl.load(p_key + 1).to(tl.uint32)
-    )
+    words = philox_words(tl.load(p_counter).to(tl.uint32), noise)
     for i in tl.static_range(4):
         tl.store(p_out + i, words[i].to(tl.int64))
 

@@ -186,10 +186,21 @@ def outputs(
     return Outputs(out, scales, codes, format, LARGEST[format], native)
 
 
-def signature_of(format: str, target: Target, dtype: str) -> tuple[str, str, dict[str, Any]]:
-    """Return types of p_out and p_scales and the constants of `store_tile`, for `compilations`. dtype: "bf16", ..."""
-    native = target in NATIVE_FP8
+def result_types(format: str, target: Target, dtype: str) -> dict[str, str]:
+    """Return the types of p_out and p_scales for `compilations`. dtype: "bf16", ..."""
     if format == "dense":
-        return f"*{dtype}", f"*{dtype}", {"FORMAT": format, "LARGEST_CODE": 1.0, "NATIVE": True}
-    codes = "*i8" if format == "int8_token" else "*fp8e4nv" if native else "*u8"
-    return codes, "*fp32", {"FORMAT": format, "LARGEST_CODE": LARGEST[format], "NATIVE": native}
+        return {"p_out p_scales": f"*{dtype}"}
+    codes = "*i8" if format == "int8_token" else "*fp8e4nv" if target in NATIVE_FP8 else "*u8"
+    return {"p_out": codes, "p_scales": "*fp32"}
+
+
+def result_options(format: str, native: bool, num_warps: int) -> dict[str, Any]:
+    """Return the constants of `store_tile` except the sizes, and the launch options of kernels that call it."""
+    return {
+        "FORMAT": format,
+        "LARGEST_CODE": LARGEST.get(format, 1.0),
+        "NATIVE": native or format == "dense",
+        "num_warps": num_warps,
+        "num_stages": 1,
+        "enable_fp_fusion": True,
+    }

@@ -6,8 +6,8 @@ choose on that target. The first one represents all in the quick run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Target = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
@@ -26,12 +26,10 @@ class Compilation:
         kernel: Name of the kernel.
         configuration: Distinction from other compilations, for people: "bf16 kv=fp8 d=128 g=4".
         function: The jit function.
-        signature: Type of every parameter in order: "*bf16", "*fp8e4nv", "*i32", "i32", "i64", "fp32", or
-            "constexpr".
-        constants: Values of the constexpr parameters.
-        num_warps: As launched.
-        num_stages: As launched.
-        enable_fp_fusion: As launched; always given, because Triton's default changes between 3.9 and 3.10.
+        types: Types of the parameters other than constants and 32-bit integers: "*bf16", "*fp8e4nv", "*i32", "i64",
+            "fp32". A key names one parameter, or several separated by spaces.
+        options: Constants, whose names are in upper case, and launch options, as given to Variant. enable_fp_fusion is
+            always given, because Triton's default changes between 3.9 and 3.10.
         product: Operand type of its matrix products; None if it has none.
         rows: Rows of the left operand of these products, which determine the instruction.
         spills_allowed: Bytes; 0 for the main bf16, fp16 and fp8 configurations.
@@ -42,16 +40,35 @@ class Compilation:
     kernel: str
     configuration: str
     function: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-    enable_fp_fusion: bool
+    types: Mapping[str, str]
+    options: Mapping[str, Any]
     product: Product | None = None
     rows: int = 0
     spills_allowed: int = 0
-    unaligned: frozenset[str] = field(default_factory=frozenset)
-    multiples: frozenset[str] = field(default_factory=frozenset)
+    unaligned: Collection[str] = ()
+    multiples: Collection[str] = ()
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Values of the constexpr parameters."""
+        return {name: value for name, value in self.options.items() if name.isupper()}
+
+    @property
+    def launch_options(self) -> dict[str, Any]:
+        """Options of Triton's compiler."""
+        return {name: value for name, value in self.options.items() if not name.isupper()}
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Type of every parameter in order."""
+        types = {name: type_ for names, type_ in self.types.items() for name in names.split()}
+        types |= dict.fromkeys(self.constants, "constexpr")
+        from kernels.common.triton.triton_internals import parameter_names  # imports triton; cases do without it
+
+        names = parameter_names(self.function)
+        if unknown := types.keys() - set(names):
+            raise ValueError(f"{self.kernel} has no parameters {sorted(unknown)}")
+        return {name: types.get(name, "i32") for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.launch import INTERPRETED
+
+USES_ASSEMBLY: bool = not (INTERPRETED or torch.version.hip is not None)
+"""True if kernels decode with instructions of NVIDIA's GPUs: the constexpr ASM."""
 CODE_BLOCK = tl.constexpr(128)  # inputs of a block of the layout
 CODE_STEP = tl.constexpr(32)  # inputs of a slot: a nibble of each of a block's 16-bit words, or 32 bytes
 # Two nibbles of two 16-bit words become two bfloat16 128 + code, or two float16 1024 + code, in one register.

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.triton.compilations import Target
+from kernels.common.triton.compilations import Product, Target
+from kernels.common.triton.triton_internals import Launcher, active_driver, launcher_of, parameter_names
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """True if kernels run in the interpreter, on CPU tensors."""
@@ -23,8 +24,10 @@ TRITON_TYPES: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: tl.float8e4nv,
 }
 
-NAMED_TYPES: dict[str, Any] = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
-"""Float types by their names in signatures of kernels."""
+FLOAT_NAMES: dict[torch.dtype, Product] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Names of the float types in signatures of kernels."""
+TORCH_TYPES = {name: dtype for dtype, name in FLOAT_NAMES.items()}
+NAMED_TYPES: dict[str, Any] = {name: TRITON_TYPES[dtype] for dtype, name in FLOAT_NAMES.items()}
 
 ASSUMED_PROCESSORS = 132
 """Number of multiprocessors assumed in the interpreter: that of an H100 or H200."""
@@ -96,7 +99,7 @@ class Variant:
     def __init__(self, kernel: Any, **constants: Any) -> None:
         self._kernel = kernel
         self._constants = constants
-        self._ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._ready: dict[tuple[Any, ...], tuple[Launcher, list[Any]]] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch the kernel.
@@ -108,7 +111,7 @@ class Variant:
         if INTERPRETED:
             self._kernel[grid](*args, **self._constants)
             return
-        driver = triton.runtime.driver.active
+        driver = active_driver()
         device = driver.get_current_device()
         kinds: list[Any] = [device]
         values: list[Any] = []
@@ -127,15 +130,13 @@ class Variant:
         ready = self._ready.get(key)
         if ready is None:
             compiled = self._kernel[grid](*args, **self._constants)
-            rest = [self._constants[name] for name in self._kernel.arg_names[len(args) :]]
-            self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+            rest = [self._constants[name] for name in parameter_names(self._kernel)[len(args) :]]
+            self._ready[key] = launcher_of(compiled), rest
             return
-        run, function, metadata, rest = ready
+        launcher, rest = ready
         height = grid[1] if len(grid) > 1 else 1
         depth = grid[2] if len(grid) > 2 else 1
-        stream = driver.get_current_stream(device)
-        # No launch hooks: nothing in a worker uses them.
-        run(grid[0], height, depth, stream, function, metadata, None, None, None, *values, *rest)
+        launcher.launch((grid[0], height, depth), driver.get_current_stream(device), values + rest)
 
 
 class Scratch:

@@ -12,6 +12,9 @@ from kernels.common.triton.arithmetic import rounded
 _GROUP = 8
 """Row tiles that adjacent programs take of one column tile."""
 
+COMPILED_VARIANTS = (("bf16", False, True), ("fp16", True, False), ("fp32", False, True))
+"""Variants of a tile in the report of compilations: output type, bias, and whether the tile divides the inputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -24,9 +27,17 @@ class Tile:
     num_stages: int
 
     @property
-    def constants(self) -> dict[str, int]:
-        """Constants of a kernel that computes this tile and orders its programs with `tile_of_program`."""
-        return {"BLOCK_M": self.m, "BLOCK_N": self.n, "BLOCK_K": self.k, "GROUP": _GROUP}
+    def options(self) -> dict[str, int]:
+        """Constants and launch options of a kernel that orders the programs of this tile with `tile_of_program`."""
+        return {
+            "BLOCK_M": self.m,
+            "BLOCK_N": self.n,
+            "BLOCK_K": self.k,
+            "GROUP": _GROUP,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
 
 
 @triton.jit

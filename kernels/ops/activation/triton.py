@@ -14,18 +14,18 @@ import triton.language as tl
 
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.common.triton.activation_codes import (
-    LARGEST,
     ROW_FORMATS,
     encode,
     larger_magnitude,
     largest_magnitude,
     outputs,
     reciprocal,
-    signature_of,
+    result_options,
+    result_types,
     store_tile,
 )
 from kernels.common.triton.arithmetic import rounded
-from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Target
 from kernels.common.triton.launch import Variant
 from kernels.ops.activation.reference import Activation
 
@@ -137,18 +137,9 @@ def activation_and_mul(
 def _variant(
     width: int, size: int, num_warps: int, wide: bool, activation: Activation, format: str, native: bool
 ) -> Variant:
-    return Variant(
-        wide_row_kernel if wide else activation_and_mul_kernel,
-        WIDTH=width,
-        TILE=size,
-        ACTIVATION=activation,
-        FORMAT=format,
-        LARGEST_CODE=LARGEST.get(format, 1.0),
-        NATIVE=native,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+    kernel = wide_row_kernel if wide else activation_and_mul_kernel
+    options = result_options(format, native, num_warps)
+    return Variant(kernel, WIDTH=width, TILE=size, ACTIVATION=activation, **options)
 
 
 _FORMATS = ("dense", "fp8_token", "fp8_block", "int8_token", "fp8_tensor")
@@ -166,17 +157,11 @@ def compilations(target: Target) -> list[Compilation]:
 
 def _compilation(target: Target, dtype: str, width: int, activation: Activation, format: str) -> Compilation:
     size, num_warps = tile(width, format, 64 if target == "gfx942" else 32)
-    wide = format in ROW_FORMATS and width > size
-    out, scales, constants = signature_of(format, target, dtype)
-    constants |= {"WIDTH": width, "TILE": size, "ACTIVATION": activation}
-    types = {"p_gate_up": f"*{dtype}", "p_out": out, "p_scales": scales}
+    options = {"WIDTH": width, "TILE": size, "ACTIVATION": activation}
     return Compilation(
-        kernel="activation_and_mul",
-        configuration=f"{dtype} width={width} {activation} {format}",
-        function=wide_row_kernel if wide else activation_and_mul_kernel,
-        signature=types | dict.fromkeys(constants, "constexpr"),
-        constants=constants,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
+        "activation_and_mul",
+        f"{dtype} width={width} {activation} {format}",
+        wide_row_kernel if format in ROW_FORMATS and width > size else activation_and_mul_kernel,
+        {"p_gate_up": f"*{dtype}", **result_types(format, target, dtype)},
+        options | result_options(format, target in NATIVE_FP8, num_warps),
     )

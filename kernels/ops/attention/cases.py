@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kernels.common.tensors import on_device
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import KVFormat, KVPages, pair_keys, pair_values, quantize_cells, stored_in_pairs
 
@@ -154,29 +155,14 @@ def make_step(case: Case, dtype: torch.dtype, kv_format: KVFormat, device: torch
     """
     tensors = make_tensors(case, dtype, dtype, paired=False)
     keys, values = tensors.keys.contiguous(), tensors.values
-    if kv_format == "dense":
-        pages = KVPages(keys.to(device), values.to(device))
-    else:
-        stored = [*quantize_cells(keys, kv_format), *quantize_cells(values, kv_format)]
-        on_device = [tensor.to(device) for tensor in stored]
-        pages = KVPages(on_device[0], on_device[2], on_device[1], on_device[3], kv_format)
-    inputs = tensors.inputs
-    moved = AttentionInputs(
-        positions=inputs.positions.to(device),
-        cu_seqlens_q=inputs.cu_seqlens_q.to(device),
-        seq_lens=inputs.seq_lens.to(device),
-        slot_mapping=inputs.slot_mapping.to(device),
-        block_table=inputs.block_table.to(device),
-        rope_table=inputs.rope_table.to(device),
-        max_seqlen_q=inputs.max_seqlen_q,
-        max_seqlen_k=inputs.max_seqlen_k,
-    )
-    layer = case.layer()
-    constants = [None if t is None else t.to(device) for t in (layer.q_norm, layer.k_norm, layer.sinks)]
+    pages = KVPages(keys, values)
+    if kv_format != "dense":
+        (keys, key_scales), (values, value_scales) = quantize_cells(keys, kv_format), quantize_cells(values, kv_format)
+        pages = KVPages(keys, values, key_scales, value_scales, kv_format)
     return Step(
         tensors.qkv.to(device),
-        pages,
-        moved,
+        on_device(pages, device),
+        on_device(tensors.inputs, device),
         case.geometry(),
-        LayerConstants(constants[0], constants[1], layer.norm_eps, constants[2]),
+        on_device(case.layer(), device),
     )

@@ -38,8 +38,7 @@ def load_queries(p_row, valid, HEAD: tl.constexpr, WIDTH: tl.constexpr, FORMAT: 
 
 @triton.jit
 def attend_keys(
-    b_low,
-    b_high,
+    b_queries,
     begin,
     end,
     row_begin,
@@ -51,14 +50,9 @@ def attend_keys(
     p_value_scales,
     scale,
     softcap,
-    K_PAGE: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_PAGE: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_DIM: tl.constexpr,
-    S_PAGE: tl.constexpr,
-    S_SLOT: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -74,16 +68,17 @@ def attend_keys(
 ):
     """Compute partial results of ROWS queries over keys begin .. end - 1, in tiles of KEYS keys starting at `begin`.
 
-    b_low, b_high: results of load_queries. row_begin, row_end: [ROWS] range of keys visible to each row; row_begin is
-    used only if HAS_WINDOW. p_table: the request's row of the block table. p_keys, p_values, p_key_scales,
-    p_value_scales: pointers to this KV head in page 0; the scales of dense cells are not read. K_PAGE .. S_SLOT:
-    strides in elements. PRODUCT, WEIGHT: types of the two products (kernels/ops/attention/triton_cells.py).
-    HIGH_WIDTH: WIDTH for int4, otherwise any valid width of a tile, which stays unchanged.
+    b_queries: result of load_queries. row_begin, row_end: [ROWS] range of keys visible to each row; row_begin is used
+    only if HAS_WINDOW. p_table: the request's row of the block table. p_keys, p_values, p_key_scales, p_value_scales:
+    pointers to this KV head in page 0; the scales of dense cells are not read. PRODUCT, WEIGHT: types of the two
+    products (kernels/ops/attention/triton_cells.py). HIGH_WIDTH: WIDTH for int4, otherwise any valid width of a tile,
+    which stays unchanged.
 
     Returns:
         m, total: [ROWS].
         acc: [ROWS, WIDTH], and [ROWS, HIGH_WIDTH] for the high halves of int4.
     """
+    b_low, b_high = b_queries
     CELL: tl.constexpr = HEAD // 2 if FORMAT == "int4" else HEAD
     o_dim = tl.arange(0, WIDTH)
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -96,7 +91,7 @@ def attend_keys(
         page = tl.load(p_table + o_key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         slot = o_key % PAGE_SIZE
         mask = inside[:, None] & (o_dim < CELL)[None, :]
-        p_key = p_keys + (page * K_PAGE + slot * K_SLOT)[:, None] + o_dim[None, :] * K_DIM
+        p_key = p_keys + (page * KEY_STRIDES[0] + slot * KEY_STRIDES[2])[:, None] + o_dim[None, :] * KEY_STRIDES[3]
         key = tl.load(p_key, mask=mask, other=0.0)
         if FORMAT == "int4":
             products = tl.dot(b_low, tl.trans(decode_int4_low(key, PRODUCT)), input_precision="ieee")
@@ -105,7 +100,7 @@ def attend_keys(
             cells = decode_cells(key, FORMAT, NATIVE, PRODUCT)
             products = tl.dot(b_low, tl.trans(cells), input_precision="ieee", out_dtype=tl.float32)
         if FORMAT != "dense":
-            o_scale = page * S_PAGE + slot * S_SLOT
+            o_scale = page * SCALE_STRIDES[0] + slot * SCALE_STRIDES[2]
             products *= tl.load(p_key_scales + o_scale, mask=inside, other=0.0)[None, :]
         scores = scaled_scores(products, scale, softcap, HAS_SOFTCAP)
         seen = o_key[None, :] < row_end[:, None]
@@ -119,7 +114,9 @@ def attend_keys(
         m = largest
         total = total * kept + tl.sum(weights, axis=1)
         acc *= kept[:, None]
-        p_value = p_values + (page * V_PAGE + slot * V_SLOT)[:, None] + o_dim[None, :] * V_DIM
+        p_value = (
+            p_values + (page * VALUE_STRIDES[0] + slot * VALUE_STRIDES[2])[:, None] + o_dim[None, :] * VALUE_STRIDES[3]
+        )
         value = tl.load(p_value, mask=mask, other=0.0)
         if FORMAT != "dense":
             weights *= tl.load(p_value_scales + o_scale, mask=inside, other=0.0)[None, :]

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.common.triton.compilations import Compilation, Target
-from kernels.common.triton.launch import Variant, native_fp8, product_type
+from kernels.common.triton.compilations import Compilation, Product, Target
+from kernels.common.triton.launch import NAMED_TYPES, TORCH_TYPES, Variant, product_type
 from kernels.ops.attention.cascade import CascadeWork
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
 from kernels.ops.attention.triton_cells import (
-    PRODUCTS,
     CellStrides,
     cell_constants,
-    cell_pointers,
+    cells_of,
     compiled_cells,
-    scale_strides,
-    weight_type,
+    split_constants,
 )
 from kernels.ops.attention.triton_split import attend_keys, load_queries, store_rows
 from kernels.ops.attention_decode.triton import Tile
@@ -46,17 +45,9 @@ def attention_cascade_kernel(
     table_stride,
     scale,
     softcap,
-    K_PAGE: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_PAGE: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_DIM: tl.constexpr,
-    S_PAGE: tl.constexpr,
-    S_HEAD: tl.constexpr,
-    S_SLOT: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -93,30 +84,24 @@ def attention_cascade_kernel(
     num_queries = tl.load(p_cu_seqlens + request + 1, mask=valid, other=0) - begin_query
     row = tl.load(p_partials + request * 2, mask=valid, other=0) + index * num_queries + query
     o_query = ((begin_query + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * HEAD
-    b_low, b_high = load_queries(p_query + o_query, valid, HEAD, WIDTH, FORMAT, PRODUCT)
+    b_queries = load_queries(p_query + o_query, valid, HEAD, WIDTH, FORMAT, PRODUCT)
     row_end = tl.zeros([ROWS], dtype=tl.int32) + end
     m, total, acc, acc_high = attend_keys(
-        b_low,
-        b_high,
+        b_queries,
         begin,
         end,
         row_end,
         row_end,
         p_table + tl.load(p_members + first_member * 2).to(tl.int64) * table_stride,
-        p_keys + i_head * K_HEAD,
-        p_values + i_head * V_HEAD,
-        p_key_scales + i_head * S_HEAD,
-        p_value_scales + i_head * S_HEAD,
+        p_keys + i_head * KEY_STRIDES[1],
+        p_values + i_head * VALUE_STRIDES[1],
+        p_key_scales + i_head * SCALE_STRIDES[1],
+        p_value_scales + i_head * SCALE_STRIDES[1],
         scale,
         softcap,
-        K_PAGE,
-        K_SLOT,
-        K_DIM,
-        V_PAGE,
-        V_SLOT,
-        V_DIM,
-        S_PAGE,
-        S_SLOT,
+        KEY_STRIDES,
+        VALUE_STRIDES,
+        SCALE_STRIDES,
         PAGE_SIZE,
         HEAD,
         WIDTH,
@@ -195,17 +180,15 @@ def attention_cascade(
     num_items = cascade.items.shape[0]
     if num_items == 0:
         return
-    native = native_fp8(query.device)
+    cells = cells_of(pages)
     chosen = tile(query.dtype, pages.format, geometry.head_dim, torch.version.hip is not None)
-    pointers = cell_pointers(pages, native)
-    strides = CellStrides(pointers[0].stride(), pointers[1].stride(), scale_strides(pages))
-    _variant(geometry, pages.format, strides, chosen, query.dtype, native)(
+    _variant(geometry, pages.format, cells.strides, chosen, query.dtype, cells.native)(
         (num_items, geometry.num_kv_heads),
         scratch.sums,
         scratch.maxima,
         scratch.weights,
         query,
-        *pointers,
+        *cells.pointers,
         inputs.block_table,
         inputs.cu_seqlens_q,
         work.partials,
@@ -227,54 +210,45 @@ def _variant(
     dtype: torch.dtype,
     native: bool,
 ) -> Variant:
-    product = product_type(dtype)
-    return Variant(
-        attention_cascade_kernel,
-        **cell_constants(geometry, kv_format, strides),
-        ROWS=tile_rows(dtype, geometry.num_heads // geometry.num_kv_heads),
-        KEYS=chosen.keys,
-        NATIVE=native,
-        PRODUCT=product,
-        WEIGHT=weight_type(product, kv_format),
-        HAS_SOFTCAP=geometry.softcap is not None,
-        HAS_WINDOW=False,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=False,
-    )
+    cells = cell_constants(strides, kv_format, native)
+    rows = tile_rows(dtype, geometry.num_heads // geometry.num_kv_heads)
+    return Variant(attention_cascade_kernel, **_options(geometry, product_type(dtype), cells, rows, chosen))
+
+
+def _options(
+    geometry: AttentionGeometry, product: Any, cells: dict[str, Any], rows: int, chosen: Tile
+) -> dict[str, Any]:
+    shared = split_constants(geometry, cells["FORMAT"], product)
+    return cells | shared | {"ROWS": rows, "KEYS": chosen.keys} | chosen.options
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return the compilations for Llama's heads in every format, and for the other head sizes and dtypes."""
     formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
-    found = [_compilation(target, torch.bfloat16, kv_format, 128) for kv_format in formats]
-    found += [_compilation(target, torch.bfloat16, "dense", size) for size in (64, 80, 96, 256)]
-    found += [_compilation(target, torch.bfloat16, kv_format, 256) for kv_format in formats[1:]]
-    found.append(_compilation(target, torch.bfloat16, "fp8", 64))
+    found = [_compilation(target, "bf16", kv_format, 128) for kv_format in formats]
+    found += [_compilation(target, "bf16", "dense", size) for size in (64, 80, 96, 256)]
+    found += [_compilation(target, "bf16", kv_format, 256) for kv_format in formats[1:]]
+    found.append(_compilation(target, "bf16", "fp8", 64))
     return [
         *found,
-        _compilation(target, torch.float16, "dense", 128),
-        _compilation(target, torch.float32, "dense", 128),
+        _compilation(target, "fp16", "dense", 128),
+        _compilation(target, "fp32", "dense", 128),
     ]
 
 
-def _compilation(target: Target, dtype: torch.dtype, kv_format: KVFormat, head_dim: int) -> Compilation:
+def _compilation(target: Target, dtype: Product, kv_format: KVFormat, head_dim: int) -> Compilation:
     geometry = AttentionGeometry(32, 8, head_dim, head_dim, 16, head_dim**-0.5)
-    types, constants = compiled_cells(target, dtype, kv_format, geometry)
-    chosen, rows = tile(dtype, kv_format, head_dim, target == "gfx942"), tile_rows(dtype, 4)
-    types |= dict.fromkeys(["p_sums", "p_maxima", "p_weights"], "*fp32")
-    types |= {"scale": "fp32", "softcap": "fp32", "table_stride": "i32"}
-    integers = ("table", "cu_seqlens", "partials", "members", "items", "ends")
-    types |= dict.fromkeys([f"p_{name}" for name in integers], "*i32")
+    types, cells = compiled_cells(target, dtype, kv_format, geometry)
+    types |= {"p_query": f"*{dtype}", "p_sums p_maxima p_weights": "*fp32", "scale softcap": "fp32"}
+    types |= {"p_table p_cu_seqlens p_partials p_members p_items p_ends": "*i32"}
+    chosen = tile(TORCH_TYPES[dtype], kv_format, head_dim, target == "gfx942")
+    rows = tile_rows(TORCH_TYPES[dtype], 4)
     return Compilation(
-        kernel="attention_cascade",
-        configuration=f"{PRODUCTS[dtype]} kv={kv_format} d={head_dim} rows={rows}",
-        function=attention_cascade_kernel,
-        signature={name: types.get(name, "constexpr") for name in attention_cascade_kernel.arg_names},
-        constants=constants | {"ROWS": rows, "KEYS": chosen.keys},
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=False,
-        product=PRODUCTS[dtype],
+        "attention_cascade",
+        f"{dtype} kv={kv_format} d={head_dim} rows={rows}",
+        attention_cascade_kernel,
+        types,
+        _options(geometry, NAMED_TYPES[dtype], cells, rows, chosen),
+        product=dtype,
         rows=rows,
     )

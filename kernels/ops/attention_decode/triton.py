@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.common.triton.compilations import Compilation, Target
-from kernels.common.triton.launch import Variant, native_fp8, num_processors, product_type
+from kernels.common.triton.compilations import Compilation, Product, Target
+from kernels.common.triton.launch import NAMED_TYPES, TORCH_TYPES, Variant, num_processors, product_type
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
 from kernels.ops.attention.triton_cells import (
-    POINTERS,
-    PRODUCTS,
     CellStrides,
     cell_constants,
-    cell_pointers,
+    cells_of,
     compiled_cells,
-    scale_strides,
-    weight_type,
+    split_constants,
 )
 from kernels.ops.attention.triton_split import attend_keys, load_queries, merge_weights, normalizer, store_rows
 from kernels.ops.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork, DecodeScratch
@@ -51,17 +49,9 @@ def attention_decode_kernel(
     scale,
     softcap,
     window,
-    K_PAGE: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_PAGE: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_DIM: tl.constexpr,
-    S_PAGE: tl.constexpr,
-    S_HEAD: tl.constexpr,
-    S_SLOT: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -97,7 +87,7 @@ def attention_decode_kernel(
         row_end = tl.where(valid, length - num_queries + query + 1, 0)
         row_begin = row_end - window
         o_query = ((begin_query + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * HEAD
-        b_low, b_high = load_queries(p_query + o_query, valid, HEAD, WIDTH, FORMAT, PRODUCT)
+        b_queries = load_queries(p_query + o_query, valid, HEAD, WIDTH, FORMAT, PRODUCT)
         last = length
         if row >= 0:
             last = tl.minimum(first + size, length)
@@ -110,27 +100,21 @@ def attention_decode_kernel(
             if HAS_WINDOW:
                 begin = tl.maximum(split, tl.maximum(length - num_queries + 1 - window, 0) // KEYS * KEYS)
             split_m, split_total, split_acc, split_high = attend_keys(
-                b_low,
-                b_high,
+                b_queries,
                 begin,
                 tl.minimum(split + size, last),
                 row_begin,
                 row_end,
                 p_table + request.to(tl.int64) * table_stride,
-                p_keys + i_head * K_HEAD,
-                p_values + i_head * V_HEAD,
-                p_key_scales + i_head * S_HEAD,
-                p_value_scales + i_head * S_HEAD,
+                p_keys + i_head * KEY_STRIDES[1],
+                p_values + i_head * VALUE_STRIDES[1],
+                p_key_scales + i_head * SCALE_STRIDES[1],
+                p_value_scales + i_head * SCALE_STRIDES[1],
                 scale,
                 softcap,
-                K_PAGE,
-                K_SLOT,
-                K_DIM,
-                V_PAGE,
-                V_SLOT,
-                V_DIM,
-                S_PAGE,
-                S_SLOT,
+                KEY_STRIDES,
+                VALUE_STRIDES,
+                SCALE_STRIDES,
                 PAGE_SIZE,
                 HEAD,
                 WIDTH,
@@ -214,6 +198,11 @@ class Tile:
     num_stages: int
     programs: int = 2
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+
 
 def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, rows: int, hip: bool = False) -> Tile:
     """Return the launch configuration for a dtype, cell format and number of rows.
@@ -294,11 +283,11 @@ def attention_decode(
     if work.max_decode_queries == 0:
         return
     rows = tile_rows(work.max_decode_queries, geometry.num_heads // geometry.num_kv_heads)
-    native = native_fp8(query.device)
+    cells = cells_of(pages)
     chosen = tile(query.dtype, pages.format, geometry.head_dim, rows, torch.version.hip is not None)
-    pointers = cell_pointers(pages, native)
-    strides = CellStrides(pointers[0].stride(), pointers[1].stride(), scale_strides(pages))
-    variant = _variant(geometry, pages.format, strides, rows, chosen, query.dtype, native, sinks is not None)
+    variant = _variant(
+        geometry, pages.format, cells.strides, rows, chosen, query.dtype, cells.native, sinks is not None
+    )
     programs = min(num_processors(query.device) * chosen.programs, work.decode_items.shape[0] * geometry.num_kv_heads)
     variant(
         (programs,),
@@ -307,7 +296,7 @@ def attention_decode(
         scratch.maxima,
         scratch.weights,
         query,
-        *pointers,
+        *cells.pointers,
         scratch.maxima if sinks is None else sinks,
         inputs.block_table,
         inputs.cu_seqlens_q,
@@ -334,22 +323,21 @@ def _variant(
     native: bool,
     has_sinks: bool,
 ) -> Variant:
-    product = product_type(dtype)
-    return Variant(
-        attention_decode_kernel,
-        **cell_constants(geometry, kv_format, strides),
-        ROWS=rows,
-        KEYS=chosen.keys,
-        NATIVE=native,
-        PRODUCT=product,
-        WEIGHT=weight_type(product, kv_format),
-        HAS_SOFTCAP=geometry.softcap is not None,
-        HAS_WINDOW=geometry.window is not None,
-        HAS_SINKS=has_sinks,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=False,
-    )
+    cells = cell_constants(strides, kv_format, native)
+    return Variant(attention_decode_kernel, **_options(geometry, product_type(dtype), cells, rows, chosen, has_sinks))
+
+
+def _options(
+    geometry: AttentionGeometry, product: Any, cells: dict[str, Any], rows: int, chosen: Tile, has_sinks: bool
+) -> dict[str, Any]:
+    return {
+        **cells,
+        **split_constants(geometry, cells["FORMAT"], product),
+        "ROWS": rows,
+        "KEYS": chosen.keys,
+        "HAS_SINKS": has_sinks,
+        **chosen.options,
+    }
 
 
 def _reduce(
@@ -377,16 +365,10 @@ def _reduce(
 
 @functools.cache
 def _reduce_variant(num_heads: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> Variant:
-    return Variant(
-        attention_reduce_kernel,
-        **_reduce_constants(num_heads, num_kv_heads, head_dim, has_sinks),
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=False,
-    )
+    return Variant(attention_reduce_kernel, **_reduce_options(num_heads, num_kv_heads, head_dim, has_sinks))
 
 
-def _reduce_constants(num_heads: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> dict[str, int | bool]:
+def _reduce_options(num_heads: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> dict[str, Any]:
     group = num_heads // num_kv_heads
     return {
         "KV_HEADS": num_kv_heads,
@@ -395,6 +377,9 @@ def _reduce_constants(num_heads: int, num_kv_heads: int, head_dim: int, has_sink
         "HEAD": head_dim,
         "WIDTH": int(triton.next_power_of_2(head_dim)),
         "HAS_SINKS": has_sinks,
+        "num_warps": 4,
+        "num_stages": 1,
+        "enable_fp_fusion": False,
     }
 
 
@@ -406,65 +391,51 @@ def compilations(target: Target) -> list[Compilation]:
     plain = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
     formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
     found = [
-        _compilation(target, torch.bfloat16, kv_format, AttentionGeometry(32, 8, size, size, 16, size**-0.5), 16)
+        _compilation(target, "bf16", kv_format, AttentionGeometry(32, 8, size, size, 16, size**-0.5), 16)
         for size in (128, 64, 80, 96, 256)
         for kv_format in formats
     ]
+    found += [_compilation(target, "bf16", kv_format, plain, rows) for rows in (32, 64) for kv_format in formats]
+    found += [_compilation(target, "fp16", kv_format, plain, 16) for kv_format in formats]
     found += [
-        _compilation(target, torch.bfloat16, kv_format, plain, rows) for rows in (32, 64) for kv_format in formats
-    ]
-    found += [_compilation(target, torch.float16, kv_format, plain, 16) for kv_format in formats]
-    found += [
-        _compilation(target, torch.float32, "dense", AttentionGeometry(32, 8, size, size, 16, size**-0.5), 16)
+        _compilation(target, "fp32", "dense", AttentionGeometry(32, 8, size, size, 16, size**-0.5), 16)
         for size in (64, 128, 256)
     ]
     special = AttentionGeometry(64, 8, 64, 64, 16, 0.125, softcap=50.0, window=128)
-    found += [_compilation(target, torch.bfloat16, kv_format, special, 16, sinks=True) for kv_format in formats]
-    return found + [_reduce_compilation(torch.bfloat16, size) for size in (128, 64, 80, 96, 256)]
+    found += [_compilation(target, "bf16", kv_format, special, 16, sinks=True) for kv_format in formats]
+    return found + [_reduce_compilation(size) for size in (128, 64, 80, 96, 256)]
 
 
 def _compilation(
     target: Target,
-    dtype: torch.dtype,
+    dtype: Product,
     kv_format: KVFormat,
     geometry: AttentionGeometry,
     rows: int,
     sinks: bool = False,
 ) -> Compilation:
-    pointers, constants = compiled_cells(target, dtype, kv_format, geometry)
-    chosen = tile(dtype, kv_format, geometry.head_dim, rows, target == "gfx942")
-    constants |= {"ROWS": rows, "KEYS": chosen.keys, "HAS_SINKS": sinks}
-    names = ("sums", "maxima", "weights", "sinks")
-    integers = ("table", "cu_seqlens", "seq_lens", "items", "counts")
-    types = pointers | {"p_out": POINTERS[dtype]} | dict.fromkeys([f"p_{name}" for name in names], "*fp32")
-    types |= dict.fromkeys([f"p_{name}" for name in integers], "*i32")
-    types |= {"table_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
+    types, cells = compiled_cells(target, dtype, kv_format, geometry)
+    types |= {"p_query p_out": f"*{dtype}", "p_sums p_maxima p_weights p_sinks": "*fp32", "scale softcap": "fp32"}
+    types |= {"p_table p_cu_seqlens p_seq_lens p_items p_counts": "*i32"}
+    chosen = tile(TORCH_TYPES[dtype], kv_format, geometry.head_dim, rows, target == "gfx942")
     features = " softcap window sinks" if sinks else ""
     return Compilation(
-        kernel="attention_decode",
-        configuration=f"{PRODUCTS[dtype]} kv={kv_format} d={geometry.head_dim} rows={rows}{features}",
-        function=attention_decode_kernel,
-        signature={name: types.get(name, "constexpr") for name in attention_decode_kernel.arg_names},
-        constants=constants,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=False,
-        product=PRODUCTS[dtype],
+        "attention_decode",
+        f"{dtype} kv={kv_format} d={geometry.head_dim} rows={rows}{features}",
+        attention_decode_kernel,
+        types,
+        _options(geometry, NAMED_TYPES[dtype], cells, rows, chosen, sinks),
+        product=dtype,
         rows=rows,
-        spills_allowed=64 if dtype is torch.float32 else 0,
+        spills_allowed=64 if dtype == "fp32" else 0,
     )
 
 
-def _reduce_compilation(dtype: torch.dtype, head_dim: int) -> Compilation:
-    types = dict.fromkeys(["p_sums", "p_maxima", "p_weights", "p_sinks"], "*fp32")
-    types |= {"p_out": POINTERS[dtype], "p_cu_seqlens": "*i32", "p_partials": "*i32"}
+def _reduce_compilation(head_dim: int) -> Compilation:
     return Compilation(
-        kernel="attention_reduce",
-        configuration=f"{PRODUCTS[dtype]} d={head_dim} g=4",
-        function=attention_reduce_kernel,
-        signature={name: types.get(name, "constexpr") for name in attention_reduce_kernel.arg_names},
-        constants=_reduce_constants(32, 8, head_dim, False),
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=False,
+        "attention_reduce",
+        f"bf16 d={head_dim} g=4",
+        attention_reduce_kernel,
+        {"p_sums p_maxima p_weights p_sinks": "*fp32", "p_out": "*bf16", "p_cu_seqlens p_partials": "*i32"},
+        _reduce_options(32, 8, head_dim, False),
     )

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from kernels.common.triton.arithmetic import LOG2_E, rounded, tanh
-from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Product, Target
+from kernels.common.triton.compilations import Compilation, Product, Target
 from kernels.common.triton.formats import decode_cells, decode_int4_high, decode_int4_low
-from kernels.common.triton.launch import NAMED_TYPES, TRITON_TYPES, Variant, native_fp8, nearest_target, product_type
+from kernels.common.triton.launch import FLOAT_NAMES, NAMED_TYPES, TRITON_TYPES, Variant, nearest_target, product_type
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
-from kernels.ops.attention.triton_cells import cell_pointer, cells_of, scale_strides, weight_type
+from kernels.ops.attention.triton_cells import CellStrides, cell_constants, cells_of, compiled_cells, weight_type
 from kernels.ops.attention_work.inputs import AttentionWork
 
 
@@ -304,18 +304,13 @@ def attention_prefill(
         )
     if not (queries.is_contiguous() and out.is_contiguous() and inputs.block_table.stride(1) == 1):
         raise ValueError("queries, output and the rows of the block table must be contiguous")
-    native = native_fp8(device)
-    keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
+    cells = cells_of(pages)
     wide = torch.float32 in (queries.dtype, pages.keys.dtype)
     product = TRITON_TYPES[torch.float32] if wide else product_type(queries.dtype)
-    strides = keys.stride(), values.stride(), scale_strides(pages)
-    variant = _variant(geometry, pages.format, chosen, *strides, sinks is not None, native, product)
+    variant = _variant(geometry, cells.strides, pages.format, chosen, sinks is not None, cells.native, product)
     variant(
         (num_tiles, geometry.num_kv_heads),
-        queries, keys, values,
-        pages.key_scales if pages.key_scales is not None else queries,
-        pages.value_scales if pages.value_scales is not None else queries,
-        sinks if sinks is not None else queries,
+        queries, *cells.pointers, sinks if sinks is not None else queries,
         out, work.prefill_tiles, work.counts, inputs.cu_seqlens_q, inputs.seq_lens, inputs.block_table,
         inputs.block_table.stride(0), float(geometry.scale), float(geometry.softcap or 0.0),
     )  # fmt: skip
@@ -323,17 +318,16 @@ def attention_prefill(
 
 @functools.cache
 def _variant(
-    geometry: AttentionGeometry, kv_format: KVFormat, chosen: Tile, key_strides: tuple[int, ...],
-    value_strides: tuple[int, ...], scales: tuple[int, ...], has_sinks: bool, native: bool, product: Any,
-) -> Variant:  # fmt: skip
-    return Variant(
-        attention_prefill_kernel,
-        **_shape_constants(geometry, kv_format, chosen),
-        HAS_SINKS=has_sinks,
-        KEY_STRIDES=key_strides, VALUE_STRIDES=value_strides, SCALE_STRIDES=scales,
-        NATIVE=native, PRODUCT=product, WEIGHT=weight_type(product, kv_format),
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages, enable_fp_fusion=False,
-    )  # fmt: skip
+    geometry: AttentionGeometry,
+    strides: CellStrides,
+    kv_format: KVFormat,
+    chosen: Tile,
+    has_sinks: bool,
+    native: bool,
+    product: Any,
+) -> Variant:
+    cells = cell_constants(strides, kv_format, native)
+    return Variant(attention_prefill_kernel, **_options(geometry, chosen, product, has_sinks, cells))
 
 
 def _parts(head_dim: int, kv_format: KVFormat) -> tuple[int, int, int, int]:
@@ -348,38 +342,39 @@ def _parts(head_dim: int, kv_format: KVFormat) -> tuple[int, int, int, int]:
     return first, padded[0], second, padded[1]
 
 
-def _shape_constants(geometry: AttentionGeometry, kv_format: KVFormat, chosen: Tile) -> dict[str, Any]:
-    first, first_padded, second, second_padded = _parts(geometry.head_dim, kv_format)
+def _options(
+    geometry: AttentionGeometry, chosen: Tile, product: Any, has_sinks: bool, cells: dict[str, Any]
+) -> dict[str, Any]:
+    kv_format = cells["FORMAT"]
+    parts = dict(zip(("FIRST", "FIRST_PADDED", "SECOND", "SECOND_PADDED"), _parts(geometry.head_dim, kv_format)))
     return {
+        **cells,
+        **parts,
         "HEADS": geometry.num_heads,
         "KV_HEADS": geometry.num_kv_heads,
         "DIM": geometry.head_dim,
         "PAGE_SIZE": geometry.page_size,
         "WINDOW": geometry.window or 0,
         "HAS_SOFTCAP": geometry.softcap is not None,
-        "FIRST": first,
-        "FIRST_PADDED": first_padded,
-        "SECOND": second,
-        "SECOND_PADDED": second_padded,
-        "FORMAT": kv_format,
+        "HAS_SINKS": has_sinks,
+        "PRODUCT": product,
+        "WEIGHT": weight_type(product, kv_format),
         "ROWS": chosen.rows,
         "QUERIES": _queries_of(chosen, geometry),
         "KEYS": chosen.keys,
+        "num_warps": chosen.num_warps,
+        "num_stages": chosen.num_stages,
+        "enable_fp_fusion": False,
     }
 
 
-_NAMES = (
-    "p_queries", "p_keys", "p_values", "p_key_scales", "p_value_scales", "p_sinks", "p_out",
-    "p_tiles", "p_counts", "p_bounds", "p_lengths", "p_tables", "stride_table", "scale", "softcap",
-)  # fmt: skip
 _FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return the compilations for Llama 3.1 8B in every dtype and format, for other head sizes and for features."""
     llama = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
-    types: tuple[Product, ...] = ("bf16", "fp16", "fp32")
-    found = [_compilation(target, dtype, kv, llama) for dtype in types for kv in _FORMATS]
+    found = [_compilation(target, dtype, kv, llama) for dtype in FLOAT_NAMES.values() for kv in _FORMATS]
     for dim in (64, 80, 96, 256):
         geometry = AttentionGeometry(32, 8, dim, dim, 16, dim**-0.5)
         found += [_compilation(target, "bf16", kv, geometry) for kv in _FORMATS]
@@ -396,36 +391,20 @@ def compilations(target: Target) -> list[Compilation]:
 def _compilation(
     target: Target, dtype: Product, kv: KVFormat, geometry: AttentionGeometry, *, has_sinks: bool = False
 ) -> Compilation:
-    heads, size, dim = geometry.num_kv_heads, geometry.page_size, geometry.head_dim
+    dim = geometry.head_dim
     chosen = tile(target, dim, kv, wide=dtype == "fp32")
-    width = dim // 2 if kv == "int4" else dim
-    cells = cell_pointer(target, f"*{dtype}", kv)
-    strides = (heads * size * width, size * width, width, 1)
-    scales = f"*{dtype}" if kv == "dense" else "*fp32"
-    sinks = "*fp32" if has_sinks else f"*{dtype}"
-    product = NAMED_TYPES[dtype]
-    types = (f"*{dtype}", cells, cells, scales, scales, sinks, f"*{dtype}", *["*i32"] * 5, "i32", "fp32", "fp32")
-    constants = _shape_constants(geometry, kv, chosen) | {
-        "HAS_SINKS": has_sinks,
-        "KEY_STRIDES": strides,
-        "VALUE_STRIDES": strides,
-        "SCALE_STRIDES": (0, 0, 0) if kv == "dense" else (heads * size, size, 1),
-        "NATIVE": target in NATIVE_FP8,
-        "PRODUCT": product,
-        "WEIGHT": weight_type(product, kv),
-    }
+    types, cells = compiled_cells(target, dtype, kv, geometry)
+    types |= {"p_queries p_out": f"*{dtype}", "p_sinks": "*fp32" if has_sinks else f"*{dtype}"}
+    types |= {"p_tiles p_counts p_bounds p_lengths p_tables": "*i32", "scale softcap": "fp32"}
     features = [f"window={geometry.window}"] * bool(geometry.window) + ["softcap"] * bool(geometry.softcap)
     features += ["sinks"] * has_sinks
-    shape = f"{dtype} kv={kv} d={dim} g={geometry.num_heads // heads} page={size}"
+    shape = f"{dtype} kv={kv} d={dim} g={geometry.num_heads // geometry.num_kv_heads} page={geometry.page_size}"
     return Compilation(
-        kernel="attention_prefill",
-        configuration=" ".join([shape, *features]),
-        function=attention_prefill_kernel,
-        signature=dict(zip(_NAMES, types, strict=True)) | dict.fromkeys(constants, "constexpr"),
-        constants=constants,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=False,
+        "attention_prefill",
+        " ".join([shape, *features]),
+        attention_prefill_kernel,
+        types,
+        _options(geometry, chosen, NAMED_TYPES[dtype], has_sinks, cells),
         product=dtype,
         rows=chosen.rows,
         spills_allowed=16 if target == "sm_80" and dim == 96 and (kv == "fp8" or dtype == "fp32") else 0,

@@ -119,20 +119,20 @@ def _level(num_keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, REQUESTS: tl
     return level
 
 
-def _constants(max_requests: int, has_window: bool, has_shared: bool) -> dict[str, int | bool]:
+def _options(max_requests: int, has_window: bool, has_shared: bool) -> dict[str, int]:
+    """Return constants and launch options; there are enough warps for about four requests per thread."""
+    requests = int(triton.next_power_of_2(max_requests))
     return {
         "SPLIT": SPLIT,
         "MAX_SPLITS": MAX_SPLITS,
-        "REQUESTS": max(16, triton.next_power_of_2(max_requests)),
+        "REQUESTS": max(16, requests),
         "PROGRAMS": PROGRAMS,
         "HAS_WINDOW": has_window,
         "HAS_SHARED": has_shared,
+        "num_warps": min(max(requests // 128, 1), 16),
+        "num_stages": 1,
+        "enable_fp_fusion": False,
     }
-
-
-def _num_warps(max_requests: int) -> int:
-    """Return the number of warps for about four requests per thread."""
-    return min(max(int(triton.next_power_of_2(max_requests)) // 128, 1), 16)
 
 
 def build_work(
@@ -169,31 +169,20 @@ def build_work(
 
 @functools.cache
 def _variant(max_requests: int, has_window: bool, has_shared: bool) -> Variant:
-    return Variant(
-        build_work_kernel,
-        **_constants(max_requests, has_window, has_shared),
-        num_warps=_num_warps(max_requests),
-        num_stages=1,
-        enable_fp_fusion=False,
-    )
+    return Variant(build_work_kernel, **_options(max_requests, has_window, has_shared))
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return the compilations for few and many requests, with and without window and shared prefixes."""
-    pointers = ("cu_seqlens_q", "seq_lens", "shared_lens", "items", "tiles", "counts", "partials")
-    integers = ("num_requests", "max_decode_queries", "window", "scratch_rows", "prefill_tile")
-    signature = {f"p_{name}": "*i32" for name in pointers} | dict.fromkeys(integers, "i32")
+    pointers = "p_cu_seqlens_q p_seq_lens p_shared_lens p_items p_tiles p_counts p_partials"
     chosen = [(256, False, False), (256, True, False), (256, False, True), (16, False, False), (1024, True, False)]
     return [
         Compilation(
-            kernel="attention_work",
-            configuration=f"requests={requests}" + " window" * has_window + " shared" * has_shared,
-            function=build_work_kernel,
-            signature=signature | dict.fromkeys(_constants(1, False, False), "constexpr"),
-            constants=_constants(requests, has_window, has_shared),
-            num_warps=_num_warps(requests),
-            num_stages=1,
-            enable_fp_fusion=False,
+            "attention_work",
+            f"requests={requests}" + " window" * has_window + " shared" * has_shared,
+            build_work_kernel,
+            {pointers: "*i32"},
+            _options(requests, has_window, has_shared),
         )
         for requests, has_window, has_shared in chosen
     ]

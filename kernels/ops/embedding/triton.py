@@ -63,47 +63,30 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dt
 
 @functools.cache
 def _variant(width: int, size: int, num_warps: int, has_scale: bool) -> Variant:
-    return Variant(
-        embed_kernel,
-        WIDTH=width,
-        TILE=size,
-        HAS_SCALE=has_scale,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+    return Variant(embed_kernel, **_options(width, size, num_warps, has_scale))
+
+
+def _options(width: int, size: int, num_warps: int, has_scale: bool) -> dict[str, int]:
+    sizes = {"WIDTH": width, "TILE": size, "HAS_SCALE": has_scale}
+    return sizes | {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return the compilations for the dtypes of table and residual stream, with and without a scale."""
-    found = []
-    for table, dtype, width, has_scale in (
-        ("bf16", "bf16", 4096, False),
-        ("bf16", "bf16", 4096, True),
-        ("fp16", "fp16", 4096, False),
-        ("bf16", "fp32", 4096, True),
-        ("fp32", "fp32", 4096, False),
-        ("bf16", "bf16", 576, False),
-    ):
-        size, num_warps = tile(width, 64 if target == "gfx942" else 32)
-        constants = {"WIDTH": width, "TILE": size, "HAS_SCALE": has_scale}
-        types = {
-            "p_token_ids": "*i32",
-            "p_weight": f"*{table}",
-            "p_out": f"*{dtype}",
-            "num_rows": "i32",
-            "scale": "fp32",
-        }
-        found.append(
-            Compilation(
-                kernel="embed",
-                configuration=f"{table} to {dtype} width={width}" + (" scaled" if has_scale else ""),
-                function=embed_kernel,
-                signature=types | dict.fromkeys(constants, "constexpr"),
-                constants=constants,
-                num_warps=num_warps,
-                num_stages=1,
-                enable_fp_fusion=True,
-            )
+    return [
+        Compilation(
+            "embed",
+            f"{table} to {dtype} width={width}" + (" scaled" if has_scale else ""),
+            embed_kernel,
+            {"p_token_ids": "*i32", "p_weight": f"*{table}", "p_out": f"*{dtype}", "scale": "fp32"},
+            _options(width, *tile(width, 64 if target == "gfx942" else 32), has_scale),
         )
-    return found
+        for table, dtype, width, has_scale in (
+            ("bf16", "bf16", 4096, False),
+            ("bf16", "bf16", 4096, True),
+            ("fp16", "fp16", 4096, False),
+            ("bf16", "fp32", 4096, True),
+            ("fp32", "fp32", 4096, False),
+            ("bf16", "bf16", 576, False),
+        )
+    ]

@@ -9,17 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.triton.compilations import Compilation, Product, Target
-from kernels.common.triton.launch import NAMED_TYPES, Variant, product_type
+from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.launch import FLOAT_NAMES, NAMED_TYPES, Variant, product_type
 from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
 from kernels.ops.grouped_linear.reference import ExpertOrder
 
 MAX_EXPERTS = 1024
 
-_FP_FUSION = True
 _SLOTS_PER_PROGRAM = 512
 _SORT_TILE = 8192  # maximum slots times experts that a program compares at once
-_SORT_WARPS = 4
 
 
 # The first entry that fits is used: (maximum number of slots per expert on average, tile). The last but one is the
@@ -211,15 +209,18 @@ def order_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertOrder:
 
 @functools.cache
 def _sort_variant(kernel: Any, padded: int) -> Variant:
-    return Variant(
-        kernel,
-        NUM_EXPERTS=padded,
-        SLOTS=_SLOTS_PER_PROGRAM,
-        TILE=min(_SORT_TILE // padded, 128),
-        num_warps=_SORT_WARPS,
-        num_stages=1,
-        enable_fp_fusion=_FP_FUSION,
-    )
+    return Variant(kernel, **_sort_options(padded))
+
+
+def _sort_options(padded: int) -> dict[str, Any]:
+    return {
+        "NUM_EXPERTS": padded,
+        "SLOTS": _SLOTS_PER_PROGRAM,
+        "TILE": min(_SORT_TILE // padded, 128),
+        "num_warps": 4,
+        "num_stages": 1,
+        "enable_fp_fusion": True,
+    }
 
 
 def grouped_linear(
@@ -278,90 +279,46 @@ def grouped_linear(
 def _variant(
     tile: Tile, num_experts: int, dtype: torch.dtype, has_bias: bool, has_slot_weights: bool, even: bool
 ) -> Variant:
-    return Variant(
-        grouped_linear_kernel,
-        NUM_EXPERTS=max(triton.next_power_of_2(num_experts), 16),
-        HAS_BIAS=has_bias,
-        HAS_SLOT_WEIGHTS=has_slot_weights,
-        EVEN_K=even,
-        PRODUCT=product_type(dtype),
-        **tile.constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=_FP_FUSION,
-    )
+    options = _options(tile, num_experts, product_type(dtype), has_bias, has_slot_weights, even)
+    return Variant(grouped_linear_kernel, **options)
+
+
+def _options(
+    tile: Tile, num_experts: int, product: Any, has_bias: bool, has_slot_weights: bool, even: bool
+) -> dict[str, Any]:
+    return {
+        "NUM_EXPERTS": max(triton.next_power_of_2(num_experts), 16),
+        "HAS_BIAS": has_bias,
+        "HAS_SLOT_WEIGHTS": has_slot_weights,
+        "EVEN_K": even,
+        "PRODUCT": product,
+        **tile.options,
+    }
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return every tile of every dtype, and the two kernels of the sort."""
-    types: list[tuple[torch.dtype, Product]] = [
-        (torch.bfloat16, "bf16"),
-        (torch.float16, "fp16"),
-        (torch.float32, "fp32"),
-    ]
     found = [
-        _compilation(tile, name, num_experts, rare)
-        for dtype, name in types
+        Compilation(
+            "grouped_linear",
+            f"{name} {tile.m}x{tile.n}{' bias weights odd' if rare else ''}",
+            grouped_linear_kernel,
+            {"p_x p_weight p_bias p_out": f"*{name}", "p_slots p_offsets": "*i32", "p_slot_weights": "*fp32"},
+            _options(tile, num_experts, NAMED_TYPES[name], rare, rare, not rare),
+            product=name,
+            rows=tile.m,
+            multiples=("out_features", "in_features"),
+        )
+        for dtype, name in FLOAT_NAMES.items()
         for _, tile in _table(dtype, target == "gfx942")
         for num_experts, rare in ((128, False), (16, True))
     ]
+    sorts = (
+        ("count_experts", count_experts_kernel, "p_ids p_counts"),
+        ("place_slots", place_slots_kernel, "p_ids p_counts p_slots p_offsets"),
+    )
     return found + [
-        _sort(kernel, num_experts) for kernel in ("count_experts", "place_slots") for num_experts in (128, 1024)
+        Compilation(name, f"experts={experts}", kernel, {pointers: "*i32"}, _sort_options(experts))
+        for name, kernel, pointers in sorts
+        for experts in (128, 1024)
     ]
-
-
-def _compilation(tile: Tile, name: Product, num_experts: int, rare: bool) -> Compilation:
-    constants = {
-        "NUM_EXPERTS": num_experts,
-        "HAS_BIAS": rare,
-        "HAS_SLOT_WEIGHTS": rare,
-        "EVEN_K": not rare,
-        "PRODUCT": NAMED_TYPES[name],
-        **tile.constants,
-    }
-    signature = {
-        **dict.fromkeys(("p_x", "p_weight", "p_bias"), f"*{name}"),
-        **dict.fromkeys(("p_slots", "p_offsets"), "*i32"),
-        "p_slot_weights": "*fp32",
-        "p_out": f"*{name}",
-        **dict.fromkeys(("max_tasks", "num_experts", "out_features", "in_features", "slots_per_row"), "i32"),
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    return Compilation(
-        kernel="grouped_linear",
-        configuration=f"{name} {tile.m}x{tile.n}{' bias weights odd' if rare else ''}",
-        function=grouped_linear_kernel,
-        signature=signature,
-        constants=constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=_FP_FUSION,
-        product=name,
-        rows=tile.m,
-        multiples=frozenset({"out_features", "in_features"}),
-    )
-
-
-def _sort(kernel: str, num_experts: int) -> Compilation:
-    count = kernel == "count_experts"
-    constants = {
-        "NUM_EXPERTS": num_experts,
-        "SLOTS": _SLOTS_PER_PROGRAM,
-        "TILE": min(_SORT_TILE // num_experts, 128),
-    }
-    pointers = ("p_ids", "p_counts") if count else ("p_ids", "p_counts", "p_slots", "p_offsets")
-    numbers = ("num_slots", "num_experts") if count else ("num_slots", "num_experts", "num_programs")
-    return Compilation(
-        kernel=kernel,
-        configuration=f"experts={num_experts}",
-        function=count_experts_kernel if count else place_slots_kernel,
-        signature={
-            **dict.fromkeys(pointers, "*i32"),
-            **dict.fromkeys(numbers, "i32"),
-            **dict.fromkeys(constants, "constexpr"),
-        },
-        constants=constants,
-        num_warps=_SORT_WARPS,
-        num_stages=1,
-        enable_fp_fusion=_FP_FUSION,
-    )

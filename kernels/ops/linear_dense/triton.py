@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.common.triton.compilations import Compilation, Product, Target
-from kernels.common.triton.launch import NAMED_TYPES, Variant, product_type
+from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.launch import FLOAT_NAMES, NAMED_TYPES, Variant, product_type
 from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
-
-_FP_FUSION = True
-
 
 _NARROW_FEATURES = 8192
 """Maximum number of output features for narrow tiles, which are more numerous and so occupy the processor."""
@@ -102,54 +100,29 @@ def linear_dense(
 
 @functools.cache
 def _variant(tile: Tile, dtype: torch.dtype, has_bias: bool, even: bool) -> Variant:
-    return Variant(
-        linear_dense_kernel,
-        HAS_BIAS=has_bias,
-        EVEN_K=even,
-        PRODUCT=product_type(dtype),
-        **tile.constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=_FP_FUSION,
-    )
+    return Variant(linear_dense_kernel, **_options(tile, product_type(dtype), has_bias, even))
+
+
+def _options(tile: Tile, product: Any, has_bias: bool, even: bool) -> dict[str, Any]:
+    return {"HAS_BIAS": has_bias, "EVEN_K": even, "PRODUCT": product, **tile.options}
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return every tile of every dtype, with and without the rare options."""
-    types: list[tuple[torch.dtype, Product]] = [
-        (torch.bfloat16, "bf16"),
-        (torch.float16, "fp16"),
-        (torch.float32, "fp32"),
+    return [
+        Compilation(
+            "linear_dense",
+            f"{name} {tile.m}x{tile.n}{' bias' if bias else ''}{'' if even else ' odd'}",
+            linear_dense_kernel,
+            {"p_x p_weight p_bias p_out": f"*{name}"},
+            _options(tile, NAMED_TYPES[name], bias, even),
+            product=name,
+            rows=tile.m,
+            multiples=("out_features", "in_features", "stride_x"),
+        )
+        for dtype, name in FLOAT_NAMES.items()
+        for tile in (
+            tile_for(dtype, features, target == "gfx942") for features in (_NARROW_FEATURES, _NARROW_FEATURES + 1)
+        )
+        for bias, even in ((False, True), (True, False))
     ]
-    found = []
-    for dtype, name in types:
-        for features in (_NARROW_FEATURES, _NARROW_FEATURES + 1):
-            tile = tile_for(dtype, features, target == "gfx942")
-            for bias, even in ((False, True), (True, False)):
-                constants = {
-                    "HAS_BIAS": bias,
-                    "EVEN_K": even,
-                    "PRODUCT": NAMED_TYPES[name],
-                    **tile.constants,
-                }
-                signature = {
-                    **dict.fromkeys(("p_x", "p_weight", "p_bias", "p_out"), f"*{name}"),
-                    **dict.fromkeys(("rows", "out_features", "in_features", "stride_x"), "i32"),
-                    **dict.fromkeys(constants, "constexpr"),
-                }
-                found.append(
-                    Compilation(
-                        kernel="linear_dense",
-                        configuration=f"{name} {tile.m}x{tile.n}{' bias' if bias else ''}{'' if even else ' odd'}",
-                        function=linear_dense_kernel,
-                        signature=signature,
-                        constants=constants,
-                        num_warps=tile.num_warps,
-                        num_stages=tile.num_stages,
-                        enable_fp_fusion=_FP_FUSION,
-                        product=name,
-                        rows=tile.m,
-                        multiples=frozenset({"out_features", "in_features", "stride_x"}),
-                    )
-                )
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -12,11 +13,8 @@ from kernels.common.quantized import BLOCK, QuantizedActivation
 from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Target
 from kernels.common.triton.formats import decode_fp8
 from kernels.common.triton.launch import INTERPRETED, Variant, native_fp8
-from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
+from kernels.common.triton.tiles import COMPILED_VARIANTS, Tile, load_operands, store_result, tile_of_program
 from kernels.ops.linear_fp8.reference import Fp8Weight
-
-_FP_FUSION = True
-
 
 # Few rows need narrow tiles, so that a weight of 4096 features occupies 128 multiprocessors, and enough stages to hide
 # the latency of memory. With eight stages, a multiprocessor with one tile has 28 KiB of weights in transfer; with five
@@ -215,69 +213,39 @@ def linear_fp8(
 
 @functools.cache
 def _variant(tile: Tile, rows_per_scale: int, has_bias: bool, even: bool, native: bool) -> Variant:
-    return Variant(
-        linear_fp8_kernel,
-        ROWS_PER_SCALE=rows_per_scale,
-        HAS_BIAS=has_bias,
-        EVEN_K=even,
-        NATIVE=native,
-        CONVERTED=INTERPRETED or not native,
-        PRODUCT=_product(native),
-        **tile.constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=_FP_FUSION,
-    )
+    return Variant(linear_fp8_kernel, **_options(tile, rows_per_scale, has_bias, even, native))
+
+
+def _options(tile: Tile, rows_per_scale: int, has_bias: bool, even: bool, native: bool) -> dict[str, Any]:
+    return {
+        "ROWS_PER_SCALE": rows_per_scale,
+        "HAS_BIAS": has_bias,
+        "EVEN_K": even,
+        "NATIVE": native,
+        "CONVERTED": INTERPRETED or not native,
+        "PRODUCT": _product(native),
+        **tile.options,
+    }
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return every tile with every kind of scale, with the rare options only for the frequent kinds."""
     native = target in NATIVE_FP8
+    codes = "*fp8e4nv" if native else "*u8"
     found = []
     for name, rows_per_scale in (("channel", 0), ("block", BLOCK), ("block per feature", 1)):
         for _, tile in _table(native, rows_per_scale > 0):
-            variants = [("bf16", False, True), ("fp16", True, False), ("fp32", False, True)]
-            for out_type, bias, even in variants[: 1 if rows_per_scale == 1 else 3]:
-                found.append(_compilation(name, rows_per_scale, tile, native, out_type, bias, even))
+            for out_type, bias, even in COMPILED_VARIANTS[: 1 if rows_per_scale == 1 else 3]:
+                found.append(
+                    Compilation(
+                        "linear_fp8",
+                        f"{name} {tile.m}x{tile.n} {out_type}{' bias' if bias else ''}{'' if even else ' odd'}",
+                        linear_fp8_kernel,
+                        {"p_x p_weight": codes, "p_x_scale p_weight_scale": "*fp32", "p_bias p_out": f"*{out_type}"},
+                        _options(tile, rows_per_scale, bias, even, native),
+                        product="fp8" if native else "bf16",
+                        rows=tile.m,
+                        multiples=("out_features",),
+                    )
+                )
     return found
-
-
-def _compilation(
-    name: str, rows_per_scale: int, tile: Tile, native: bool, out_type: str, bias: bool, even: bool
-) -> Compilation:
-    codes = "*fp8e4nv" if native else "*u8"
-    constants = {
-        "ROWS_PER_SCALE": rows_per_scale,
-        "HAS_BIAS": bias,
-        "EVEN_K": even,
-        "NATIVE": native,
-        "CONVERTED": not native,
-        "PRODUCT": tl.float8e4nv if native else tl.bfloat16,
-        **tile.constants,
-    }
-    signature = {
-        "p_x": codes,
-        "p_x_scale": "*fp32",
-        "p_weight": codes,
-        "p_weight_scale": "*fp32",
-        "p_bias": f"*{out_type}",
-        "p_out": f"*{out_type}",
-        "rows": "i32",
-        "out_features": "i32",
-        "in_sixteens": "i32",
-        "stride_x_scale": "i32",
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    return Compilation(
-        kernel="linear_fp8",
-        configuration=f"{name} {tile.m}x{tile.n} {out_type}{' bias' if bias else ''}{'' if even else ' odd'}",
-        function=linear_fp8_kernel,
-        signature=signature,
-        constants=constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=_FP_FUSION,
-        product="fp8" if native else "bf16",
-        rows=tile.m,
-        multiples=frozenset({"out_features"}),
-    )

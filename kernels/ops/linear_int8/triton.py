@@ -11,10 +11,7 @@ import triton.language as tl
 from kernels.common.quantized import QuantizedActivation
 from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
-from kernels.common.triton.tiles import Tile, load_operands, store_result, tile_of_program
-
-_FP_FUSION = True
-
+from kernels.common.triton.tiles import COMPILED_VARIANTS, Tile, load_operands, store_result, tile_of_program
 
 # The first entry that fits is used: (maximum number of rows, tile). Sums are exact, so a row is the same in every tile.
 # For the stages of few rows, see linear_fp8.
@@ -125,52 +122,22 @@ def linear_int8(
 
 @functools.cache
 def _variant(tile: Tile, has_bias: bool, even: bool) -> Variant:
-    return Variant(
-        linear_int8_kernel,
-        HAS_BIAS=has_bias,
-        EVEN_K=even,
-        **tile.constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=_FP_FUSION,
-    )
+    return Variant(linear_int8_kernel, HAS_BIAS=has_bias, EVEN_K=even, **tile.options)
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return every tile, with and without the rare options."""
-    found = []
-    for _, tile in _TABLE_HIP if target == "gfx942" else _TABLE:
-        for out_type, bias, even in (("bf16", False, True), ("fp16", True, False), ("fp32", False, True)):
-            constants = {
-                "HAS_BIAS": bias,
-                "EVEN_K": even,
-                **tile.constants,
-            }
-            signature = {
-                "p_x": "*i8",
-                "p_x_scale": "*fp32",
-                "p_weight": "*i8",
-                "p_weight_scale": "*fp32",
-                "p_bias": f"*{out_type}",
-                "p_out": f"*{out_type}",
-                "rows": "i32",
-                "out_features": "i32",
-                "in_sixteens": "i32",
-                **dict.fromkeys(constants, "constexpr"),
-            }
-            found.append(
-                Compilation(
-                    kernel="linear_int8",
-                    configuration=f"{tile.m}x{tile.n} {out_type}{' bias' if bias else ''}{'' if even else ' odd'}",
-                    function=linear_int8_kernel,
-                    signature=signature,
-                    constants=constants,
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                    enable_fp_fusion=_FP_FUSION,
-                    product="int8",
-                    rows=tile.m,
-                    multiples=frozenset({"out_features"}),
-                )
-            )
-    return found
+    return [
+        Compilation(
+            "linear_int8",
+            f"{tile.m}x{tile.n} {out_type}{' bias' if bias else ''}{'' if even else ' odd'}",
+            linear_int8_kernel,
+            {"p_x p_weight": "*i8", "p_x_scale p_weight_scale": "*fp32", "p_bias p_out": f"*{out_type}"},
+            {"HAS_BIAS": bias, "EVEN_K": even, **tile.options},
+            product="int8",
+            rows=tile.m,
+            multiples=("out_features",),
+        )
+        for _, tile in (_TABLE_HIP if target == "gfx942" else _TABLE)
+        for out_type, bias, even in COMPILED_VARIANTS
+    ]

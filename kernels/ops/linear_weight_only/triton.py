@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,10 @@ import triton.language as tl
 
 from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import Compilation, Product, Target
-from kernels.common.triton.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
-from kernels.common.triton.launch import INTERPRETED, NAMED_TYPES, Variant, product_type
+from kernels.common.triton.integer_codes import CODE_BLOCK, CODE_STEP, USES_ASSEMBLY, decode_integers, group_of_slot
+from kernels.common.triton.launch import NAMED_TYPES, Variant, product_type
 from kernels.ops.weight_values.layout import PackedWeight, group_constant
-from kernels.ops.weight_values.triton import values_of
+from kernels.ops.weight_values.triton import COMPILED_PRODUCTS, values_of
 
 _VARYING = ["num_rows", "num_blocks", "split_blocks"]
 """Arguments that differ between batches and layers and help the compiler with nothing: one variant serves all values.
@@ -320,8 +320,9 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
     splits = 1 if nested else -(-num_blocks // per_split)
     partials = out if splits == 1 else x.new_empty((splits, num_rows, num_out), dtype=torch.float32)
     grid = (column_tiles, splits, row_tiles) if chosen.few else (row_tiles, column_tiles, splits)
-    traits = weight.bits, weight.group, weight.minimums is not None, bias is not None
-    variant = _variant(chosen, *traits, splits > 1, nested, x.dtype)
+    has_minimum, has_bias = weight.minimums is not None, bias is not None
+    traits = Traits(weight.bits, weight.group, has_minimum, has_bias, splits > 1, nested)
+    variant = _variant(chosen, traits, x.dtype)
     variant(
         grid,
         x,
@@ -343,28 +344,39 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
     return out
 
 
+class Traits(NamedTuple):
+    """Properties of a product that the kernels are compiled for."""
+
+    bits: int
+    group: int
+    has_minimum: bool
+    has_bias: bool
+    split: bool
+    nested: bool
+
+
 @functools.cache
-def _variant(
-    chosen: Tile,
-    bits: int,
-    group: int,
-    has_minimum: bool,
-    has_bias: bool,
-    split: bool,
-    nested: bool,
-    dtype: torch.dtype,
-) -> Variant:
-    constants = _constants(chosen, bits, group, has_minimum, has_bias)
-    constants |= {"SPLIT": split} | ({"NESTED": nested} if chosen.few else {})
-    return Variant(
-        few_rows_kernel if chosen.few else many_rows_kernel,
-        **constants,
-        PRODUCT=product_type(dtype),
-        ASM=not (INTERPRETED or torch.version.hip is not None),
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=True,
-    )
+def _variant(chosen: Tile, traits: Traits, dtype: torch.dtype) -> Variant:
+    options = _options(chosen, traits, product_type(dtype), USES_ASSEMBLY)
+    return Variant(few_rows_kernel if chosen.few else many_rows_kernel, **options)
+
+
+def _options(chosen: Tile, traits: Traits, product: Any, asm: bool) -> dict[str, Any]:
+    return {
+        "BITS": traits.bits,
+        "GROUP": group_constant(traits.group),
+        "HAS_MINIMUM": traits.has_minimum,
+        "HAS_BIAS": traits.has_bias,
+        "SPLIT": traits.split,
+        **({"NESTED": traits.nested} if chosen.few else {}),
+        "BLOCK_M": chosen.rows,
+        "BLOCK_N": chosen.columns,
+        "PRODUCT": product,
+        "ASM": asm,
+        "num_warps": chosen.num_warps,
+        "num_stages": chosen.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 def values_step(num_in: int) -> int:
@@ -402,18 +414,6 @@ def _check(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
         raise ValueError(f"activations on {x.device}, weights on {weight.words.device}")
 
 
-def _constants(chosen: Tile, bits: int, group: int, has_minimum: bool, has_bias: bool) -> dict[str, int | bool]:
-    return {
-        "BITS": bits,
-        "GROUP": group_constant(group),
-        "HAS_MINIMUM": has_minimum,
-        "HAS_BIAS": has_bias,
-        "BLOCK_M": chosen.rows,
-        "BLOCK_N": chosen.columns,
-    }
-
-
-_INTEGERS = ("num_rows", "num_out", "num_in", "stride_x", "num_blocks", "split_blocks", "group_blocks")
 _GROUPS = ((128, False), (128, True), (32, False), (32, True), (64, False), (64, True))
 # Rows, fixed, split, nested: the rows of the tile table. With `fixed`, 32 rows are split as any others.
 _ROWS = (
@@ -427,7 +427,6 @@ _ROWS = (
     (128, False, True, False),
     (128, False, False, False),
 )
-_PRODUCTS: tuple[Product, ...] = ("bf16", "fp16")
 
 
 def compilations(target: Target) -> list[Compilation]:
@@ -436,44 +435,37 @@ def compilations(target: Target) -> list[Compilation]:
     spills = 16 if target in ("sm_80", "sm_100") else 0
     amd = target == "gfx942"
     result = []
-    for product in _PRODUCTS:
+    for product in COMPILED_PRODUCTS:
         for bits in (4, 8):
             for group, has_minimum in _GROUPS:
                 for num_rows, fixed, split, nested in _ROWS:
                     chosen = tile(num_rows, bits, fixed, amd)
-                    constants = _constants(chosen, bits, group, has_minimum, product == "fp16") | {"SPLIT": split}
-                    constants |= {"NESTED": nested} if chosen.few else {}
-                    result.append(_compilation(chosen, constants, product, "fp16", amd, spills))
-    chosen = tile(16, 4, False, amd)
-    wide = _constants(chosen, 4, 128, False, False) | {"SPLIT": True, "NESTED": False}
-    result.append(_compilation(chosen, wide, "bf16", "fp32", amd, spills))
+                    traits = Traits(bits, group, has_minimum, product == "fp16", split, nested)
+                    result.append(_compilation(chosen, traits, product, "fp16", amd, spills))
+    wide = Traits(4, 128, has_minimum=False, has_bias=False, split=True, nested=False)
+    result.append(_compilation(tile(16, 4, False, amd), wide, "bf16", "fp32", amd, spills))
     return result
 
 
-def _compilation(
-    chosen: Tile, constants: dict[str, int | bool], product: Product, scales: str, amd: bool, spills: int
-) -> Compilation:
-    words = "*i16" if constants["BITS"] == 4 else "*u8"
-    signature = {"p_x": f"*{product}", "p_words": words, "p_scales": f"*{scales}", "p_minimums": f"*{scales}"}
-    signature |= {"p_bias": f"*{product}", "p_out": f"*{product}", "p_partials": "*fp32", "p_counters": "*i32"}
-    signature |= dict.fromkeys(_INTEGERS, "i32")
-    every = constants | {"PRODUCT": NAMED_TYPES[product], "ASM": not amd}
-    traits = [f"{product} int{constants['BITS']} g={constants['GROUP']} scales={scales}"]
-    traits += [f"tile={chosen.rows}x{chosen.columns} warps={chosen.num_warps}"]
-    traits += [name.lower() for name in ("HAS_MINIMUM", "HAS_BIAS", "SPLIT", "NESTED") if constants.get(name)]
-    function: Any = few_rows_kernel if chosen.few else many_rows_kernel
-    signature |= dict.fromkeys(every, "constexpr")
+def _compilation(chosen: Tile, traits: Traits, product: Product, scales: str, amd: bool, spills: int) -> Compilation:
+    options = _options(chosen, traits, NAMED_TYPES[product], not amd)
+    words = [f"{product} int{options['BITS']} g={options['GROUP']} scales={scales}"]
+    words += [f"tile={chosen.rows}x{chosen.columns} warps={chosen.num_warps}"]
+    words += [name.lower() for name in ("HAS_MINIMUM", "HAS_BIAS", "SPLIT", "NESTED") if options.get(name)]
     return Compilation(
-        kernel="few_rows_kernel" if chosen.few else "many_rows_kernel",
-        configuration=" ".join(traits),
-        function=function,
-        signature={name: signature[name] for name in function.arg_names},
-        constants=every,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=True,
+        "few_rows_kernel" if chosen.few else "many_rows_kernel",
+        " ".join(words),
+        few_rows_kernel if chosen.few else many_rows_kernel,
+        {
+            "p_x p_bias p_out": f"*{product}",
+            "p_words": "*i16" if options["BITS"] == 4 else "*u8",
+            "p_scales p_minimums": f"*{scales}",
+            "p_partials": "*fp32",
+            "p_counters": "*i32",
+        },
+        options,
         product=product,
         rows=chosen.rows if chosen.few else chosen.columns,
-        spills_allowed=64 if constants.get("NESTED") else spills,  # prompts in deterministic mode
-        multiples=frozenset({"num_out", "num_in", "stride_x"}),
+        spills_allowed=64 if options.get("NESTED") else spills,  # prompts in deterministic mode
+        multiples=("num_out", "num_in", "stride_x"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,15 +18,30 @@ _NO_LOGIT = tl.constexpr(float("-inf"))
 _WIDTHS = (1, 8, 32, MAX_TOP)
 
 
-def tiles(vocab: int, num_top: int, num_lanes: int = 32) -> tuple[int, int, int, int]:
-    """Return (TILE, PADDED, WIDTH, num_warps): tokens per split, splits per row, likeliest tokens per split, warps.
+class Split(NamedTuple):
+    """Division of a row.
 
-    They depend only on the vocabulary and `num_top`, so that results do not depend on the batch.
+    Attributes:
+        tile: Number of tokens of a split.
+        padded: Number of splits, rounded up to a power of two.
+        width: Number of likeliest tokens kept of a split.
+        options: Constants and launch options.
     """
+
+    tile: int
+    padded: int
+    width: int
+    options: dict[str, int]
+
+
+def split(vocab: int, num_top: int, num_lanes: int = 32) -> Split:
+    """Return the division, which depends on nothing else, so that results do not depend on the batch."""
     tile = min(max(triton.next_power_of_2(vocab), 128), 4096)
     padded = triton.next_power_of_2(triton.cdiv(vocab, tile))
     width = next(width for width in _WIDTHS if width >= num_top)
-    return tile, padded, width, max(min(tile // 512, 8) * 32 // num_lanes, 1)
+    num_warps = max(min(tile // 512, 8) * 32 // num_lanes, 1)
+    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    return Split(tile, padded, width, {"TILE": tile, "PADDED": padded, "WIDTH": width, **options})
 
 
 _VARYING: dict[str, Any] = {
@@ -140,7 +155,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     if token_ids.shape != (num_rows,) or not token_ids.is_contiguous():
         raise ValueError(f"logprobs of {num_rows} rows need as many contiguous token ids, not {list(token_ids.shape)}")
     count = min(num_top, vocab)
-    tile, padded, width, num_warps = tiles(vocab, count, 64 if torch.version.hip else 32)
+    tile, padded, width, options = split(vocab, count, 64 if torch.version.hip else 32)
     device = logits.device
     found = empty_logprobs(torch.empty(num_rows, dtype=torch.int64, device=device), count)
     if num_rows:
@@ -148,44 +163,24 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
         tops = scratch[num_rows * padded * 3 :]
         num_splits = triton.cdiv(vocab, tile)
         row = (logits, logits.stride(0), vocab, token_ids, scratch, tops, count)
-        constants = {"TILE": tile, "PADDED": padded, "WIDTH": width}
-        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
-        split_kernel[(num_rows, num_splits)](*row, **constants, **options)
+        split_kernel[(num_rows, num_splits)](*row, **options)
         out = found.token_ids, found.logprobs, found.ranks, found.top_ids, found.top_logprobs
-        row_kernel[(num_rows,)](*row, num_splits, *out, **constants, **options)
+        row_kernel[(num_rows,)](*row, num_splits, *out, **options)
     return found
 
 
-_SIGNATURE = {"p_logits": "*fp32", "row_stride": "i32", "vocab": "i32", "p_token_ids": "*i64"} | {
-    "p_sums": "*i32",
-    "p_tops": "*i32",
-    "num_top": "i32",
-}
-_RESULTS = {"p_ids": "*i64", "p_logprobs": "*fp32", "p_ranks": "*i64", "p_top_ids": "*i64", "p_top_logprobs": "*fp32"}
+_TYPES = {"p_logits": "*fp32", "p_token_ids": "*i64", "p_sums p_tops": "*i32"}
+_RESULTS = {"p_ids p_ranks p_top_ids": "*i64", "p_logprobs p_top_logprobs": "*fp32"}
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return each width at Llama's vocabulary, and the largest width at other vocabularies."""
     found = []
     for vocab, num_top in ((128256, 20), (128256, 1), (128256, 8), (128256, MAX_TOP), (49152, 128), (256000, 128)):
-        tile, padded, width, num_warps = tiles(vocab, num_top, 64 if target == "gfx942" else 32)
-        constants = {"TILE": tile, "PADDED": padded, "WIDTH": width}
-        kernels: tuple[tuple[str, Any, dict[str, str]], ...] = (
-            ("split", split_kernel, _SIGNATURE),
-            ("row", row_kernel, _SIGNATURE | {"num_splits": "i32"} | _RESULTS),
-        )
+        _, _, width, options = split(vocab, num_top, 64 if target == "gfx942" else 32)
+        what, unaligned = f"vocab={vocab} top={width}", ("p_tops", "p_token_ids")
         found += [
-            Compilation(
-                kernel=f"logprobs_{name}",
-                configuration=f"vocab={vocab} top={width}",
-                function=function,
-                signature=signature | dict.fromkeys(constants, "constexpr"),
-                constants=constants,
-                num_warps=num_warps,
-                num_stages=1,
-                enable_fp_fusion=True,
-                unaligned=frozenset({"p_tops", "p_token_ids"}),
-            )
-            for name, function, signature in kernels
+            Compilation("logprobs_split", what, split_kernel, _TYPES, options, unaligned=unaligned),
+            Compilation("logprobs_row", what, row_kernel, _TYPES | _RESULTS, options, unaligned=unaligned),
         ]
     return found

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from kernels.common.quantized import ActivationQuantization, Activations
-from kernels.common.triton.activation_codes import LARGEST, outputs, signature_of, store_tile
+from kernels.common.triton.activation_codes import outputs, result_options, result_types, store_tile
 from kernels.common.triton.arithmetic import rounded
-from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Target
 from kernels.common.triton.launch import NAMED_TYPES, TRITON_TYPES, Variant
 
 MAX_WIDTH = 32768
@@ -100,22 +100,10 @@ def add_rms_norm(
 def _variant(
     width: int, padded: int, num_warps: int, dtype: torch.dtype, has_delta: bool, format: str, native: bool
 ) -> Variant:
-    return Variant(
-        add_rms_norm_kernel,
-        WIDTH=width,
-        TILE=padded,
-        HAS_DELTA=has_delta,
-        DTYPE=TRITON_TYPES[dtype],
-        FORMAT=format,
-        LARGEST_CODE=LARGEST.get(format, 1.0),
-        NATIVE=native,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+    sizes = {"WIDTH": width, "TILE": padded, "HAS_DELTA": has_delta, "DTYPE": TRITON_TYPES[dtype]}
+    return Variant(add_rms_norm_kernel, **sizes, **result_options(format, native, num_warps))
 
 
-_SIGNATURE = ("p_delta", "p_residual", "p_weight", "p_out", "p_scales", "eps")
 _STREAMS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"))  # dtypes of the model and of the residual stream
 _FORMATS = ("dense", "fp8_token", "fp8_block", "int8_token", "fp8_tensor")
 _OTHER_WIDTHS = (576, 5120, 8192, 18432)
@@ -133,17 +121,18 @@ def compilations(target: Target) -> list[Compilation]:
 
 def _compilation(target: Target, dtype: str, stream: str, width: int, format: str, has_delta: bool) -> Compilation:
     padded, num_warps = tile(width, 64 if target == "gfx942" else 32)
-    out, scales, constants = signature_of(format, target, dtype)
-    constants |= {"WIDTH": width, "TILE": padded, "HAS_DELTA": has_delta, "DTYPE": NAMED_TYPES[dtype]}
-    types = (f"*{dtype}" if has_delta else f"*{stream}", f"*{stream}", "*fp32", out, scales, "fp32")
+    sizes = {"WIDTH": width, "TILE": padded, "HAS_DELTA": has_delta, "DTYPE": NAMED_TYPES[dtype]}
     return Compilation(
-        kernel="add_rms_norm",
-        configuration=f"{dtype} residual={stream} width={width} {format}" + ("" if has_delta else " no delta"),
-        function=add_rms_norm_kernel,
-        signature=dict(zip(_SIGNATURE, types, strict=True)) | dict.fromkeys(constants, "constexpr"),
-        constants=constants,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
+        "add_rms_norm",
+        f"{dtype} residual={stream} width={width} {format}" + ("" if has_delta else " no delta"),
+        add_rms_norm_kernel,
+        {
+            "p_delta": f"*{dtype}" if has_delta else f"*{stream}",
+            "p_residual": f"*{stream}",
+            "p_weight": "*fp32",
+            "eps": "fp32",
+            **result_types(format, target, dtype),
+        },
+        sizes | result_options(format, target in NATIVE_FP8, num_warps),
         spills_allowed=64 if padded > 16384 else 0,
     )

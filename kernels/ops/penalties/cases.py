@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
+from kernels.common.tensors import on_device
 from kernels.common.triton.compilations import Benchmark
 from kernels.ops.sampling.inputs import PenaltyInputs
 
@@ -39,15 +39,6 @@ def penalties(num_rows: int, vocab: int, seed: int = 0, num_extra: int | None = 
     )
 
 
-def on(inputs: PenaltyInputs, device: torch.device) -> PenaltyInputs:
-    """Copy the inputs to a device."""
-    moved: dict[str, Any] = {}
-    for name in inputs.__slots__:
-        value = getattr(inputs, name)
-        moved[name] = None if value is None else value.to(device)
-    return PenaltyInputs(**moved)
-
-
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     """Return benchmarks at Llama's vocabulary: logits are read and written, counts and flags read."""
     from kernels.ops.penalties.triton import penalize
@@ -55,7 +46,7 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     found = []
     vocab = 128256 // scale
     for num_rows, num_extra in ((1, None), (max(32 // scale, 1), None), (max(32 // scale, 1), 8)):
-        inputs = on(penalties(num_rows, vocab, num_extra=num_extra), device)
+        inputs = on_device(penalties(num_rows, vocab, num_extra=num_extra), device)
         batches = [torch.randn(num_rows + 2, vocab, device=device) for _ in range(4)]
         runs = tuple(partial(penalize, logits, inputs) for logits in batches)
         name = f"penalize [{num_rows}, {vocab}]" + ("" if num_extra is None else f" and {num_extra} drafts")

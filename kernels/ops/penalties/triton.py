@@ -18,6 +18,7 @@ from kernels.ops.sampling.inputs import AdjustInputs, PenaltyInputs
 TILE = 2048
 """Tokens per program of penalize_kernel; adjust_kernel processes ADJUST_TILE entries at a time."""
 ADJUST_TILE = 256
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 _ADJUST_VARYING: dict[str, Any] = {
     "do_not_specialize": ["table_stride", "entry_stride", "position_stride", "width"],
@@ -63,7 +64,7 @@ def adjust_kernel(
             tl.store(p_row + b_id, b_logit, mask=b_first)
 
 
-_adjust = Variant(adjust_kernel, TILE=ADJUST_TILE, num_warps=4, num_stages=1, enable_fp_fusion=False)
+_adjust = Variant(adjust_kernel, TILE=ADJUST_TILE, **_OPTIONS)
 
 
 def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
@@ -122,7 +123,7 @@ def penalize_kernel(
     tl.store(p_logit, b_logit, mask=mask)
 
 
-_penalize = Variant(penalize_kernel, TILE=TILE, num_warps=4, num_stages=1, enable_fp_fusion=False)
+_penalize = Variant(penalize_kernel, TILE=TILE, **_OPTIONS)
 
 
 def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
@@ -172,37 +173,16 @@ def _check(logits: torch.Tensor) -> None:
 
 def compilations(target: Target) -> list[Compilation]:
     """Return both kernels for either integer width."""
+    floats = "p_logits p_repetition p_presence p_frequency"
     found = []
     for index in ("i32", "i64"):
-        row = {"p_logits": "*fp32", "row_stride": "i32", "vocab": "i32"}
-        penalize_signature = row | {"p_rows": f"*{index}", "p_slots": f"*{index}", "p_counts": "*i32"}
-        penalize_signature |= {"p_in_prompt": "*u8", "p_repetition": "*fp32", "p_presence": "*fp32"}
-        penalize_signature |= {"p_frequency": "*fp32", "p_extra": f"*{index}", "num_extra": "i32"}
-        adjust_signature = row | {"p_ids": f"*{index}", "p_values": "*fp32", "p_until": f"*{index}"}
-        adjust_signature |= {
-            "table_stride": "i32",
-            "entry_stride": "i32",
-            "width": "i32",
-            "p_rows": f"*{index}",
-            "p_position": f"*{index}",
-        }
-        adjust_signature |= {"position_stride": "i32"}
-        kernels: tuple[tuple[str, Any, dict[str, str], int, dict[str, Any]], ...] = (
-            ("penalize", penalize_kernel, penalize_signature, TILE, _PENALTY_VARYING),
-            ("adjust", adjust_kernel, adjust_signature, ADJUST_TILE, _ADJUST_VARYING),
-        )
-        found += [
-            Compilation(
-                kernel=name,
-                configuration=f"index={index}",
-                function=function,
-                signature=signature | {"TILE": "constexpr"},
-                constants={"TILE": tile},
-                num_warps=4,
-                num_stages=1,
-                enable_fp_fusion=False,
-                unaligned=frozenset(varying["do_not_specialize_on_alignment"]),
-            )
-            for name, function, signature, tile, varying in kernels
-        ]
+        penalties = {floats: "*fp32", "p_rows p_slots p_extra": f"*{index}", "p_counts": "*i32", "p_in_prompt": "*u8"}
+        adjustments = {"p_logits p_values": "*fp32", "p_ids p_until p_rows p_position": f"*{index}"}
+        for name, function, types, tile, varying in (
+            ("penalize", penalize_kernel, penalties, TILE, _PENALTY_VARYING),
+            ("adjust", adjust_kernel, adjustments, ADJUST_TILE, _ADJUST_VARYING),
+        ):
+            unaligned = varying["do_not_specialize_on_alignment"]
+            options = {"TILE": tile, **_OPTIONS}
+            found.append(Compilation(name, f"index={index}", function, types, options, unaligned=unaligned))
     return found

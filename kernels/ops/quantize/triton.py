@@ -13,17 +13,17 @@ import triton.language as tl
 
 from kernels.common.quantized import ActivationQuantization, QuantizedActivation
 from kernels.common.triton.activation_codes import (
-    LARGEST,
     ROW_FORMATS,
     encode,
     larger_magnitude,
     largest_magnitude,
     outputs,
     reciprocal,
-    signature_of,
+    result_options,
+    result_types,
     store_tile,
 )
-from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Target
 from kernels.common.triton.launch import Variant
 
 
@@ -111,17 +111,8 @@ def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> Quantized
 
 @functools.cache
 def _variant(width: int, size: int, num_warps: int, wide: bool, format: str, native: bool) -> Variant:
-    return Variant(
-        wide_row_kernel if wide else quantize_kernel,
-        WIDTH=width,
-        TILE=size,
-        FORMAT=format,
-        LARGEST_CODE=LARGEST[format],
-        NATIVE=native,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+    kernel = wide_row_kernel if wide else quantize_kernel
+    return Variant(kernel, WIDTH=width, TILE=size, **result_options(format, native, num_warps))
 
 
 _FORMATS = ("fp8_token", "fp8_block", "int8_token", "fp8_tensor")
@@ -136,18 +127,11 @@ def compilations(target: Target) -> list[Compilation]:
 
 def _compilation(target: Target, dtype: str, width: int, format: str) -> Compilation:
     size, num_warps = tile(width, format, 64 if target == "gfx942" else 32)
-    wide = format in ROW_FORMATS and width > size
-    out, scales, constants = signature_of(format, target, dtype)
-    constants |= {"WIDTH": width, "TILE": size}
-    types = {"p_x": f"*{dtype}", "p_out": out, "p_scales": scales, "stride": "i32"}
     return Compilation(
-        kernel="quantize",
-        configuration=f"{dtype} width={width} {format}",
-        function=wide_row_kernel if wide else quantize_kernel,
-        signature=types | dict.fromkeys(constants, "constexpr"),
-        constants=constants,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-        multiples=frozenset({"stride"}),
+        "quantize",
+        f"{dtype} width={width} {format}",
+        wide_row_kernel if format in ROW_FORMATS and width > size else quantize_kernel,
+        {"p_x": f"*{dtype}", **result_types(format, target, dtype)},
+        {"WIDTH": width, "TILE": size, **result_options(format, target in NATIVE_FP8, num_warps)},
+        multiples=("stride",),
     )

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from kernels.common.triton.arithmetic import rounded
-from kernels.common.triton.compilations import NATIVE_FP8, Compilation, Target
+from kernels.common.triton.compilations import Compilation, Product, Target
 from kernels.common.triton.formats import encode_fp8, encode_int4, encode_int8
-from kernels.common.triton.launch import Variant, native_fp8
+from kernels.common.triton.launch import FLOAT_NAMES, Variant
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import LARGEST, KVFormat, KVPages
-from kernels.ops.attention.triton_cells import cell_pointer, cells_of, scale_strides
+from kernels.ops.attention.triton_cells import CellStrides, cell_constants, cells_of, compiled_cells
 
 NUM_WARPS = 1
 """One warp holds the queries of a group, and many programs share a multiprocessor.
@@ -193,39 +193,26 @@ def rope_kv(
     queries = torch.empty((num_tokens, geometry.num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return queries
-    native = native_fp8(qkv.device)
     norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
-    keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
-    strides = keys.stride(), values.stride(), scale_strides(pages)
-    variant = _variant(geometry, *strides, norms is not None, pages.format, native)
+    cells = cells_of(pages)
+    variant = _variant(geometry, cells.strides, norms is not None, pages.format, cells.native)
     variant(
         (num_tokens, geometry.num_kv_heads),
-        qkv, queries, keys, values,
-        pages.key_scales if pages.key_scales is not None else queries,
-        pages.value_scales if pages.value_scales is not None else queries,
-        inputs.positions, inputs.slot_mapping, inputs.rope_table,
-        *(norms or (queries, queries)),
-        float(layer.norm_eps),
+        qkv, queries, *cells.pointers, inputs.positions, inputs.slot_mapping, inputs.rope_table,
+        *(norms or (queries, queries)), float(layer.norm_eps),
     )  # fmt: skip
     return queries
 
 
 @functools.cache
 def _variant(
-    geometry: AttentionGeometry, key_strides: tuple[int, ...], value_strides: tuple[int, ...],
-    scales: tuple[int, ...], has_norm: bool, kv_format: KVFormat, native: bool,
-) -> Variant:  # fmt: skip
-    return Variant(
-        rope_kv_kernel,
-        **_shape_constants(geometry),
-        KEY_STRIDES=key_strides, VALUE_STRIDES=value_strides, SCALE_STRIDES=scales,
-        HAS_NORM=has_norm, FORMAT=kv_format, LARGEST_CODE=LARGEST.get(kv_format, 0.0), NATIVE=native,
-        num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+    geometry: AttentionGeometry, strides: CellStrides, has_norm: bool, kv_format: KVFormat, native: bool
+) -> Variant:
+    return Variant(rope_kv_kernel, **_options(geometry, has_norm, cell_constants(strides, kv_format, native)))
 
 
-def _shape_constants(geometry: AttentionGeometry) -> dict[str, Any]:
-    return {
+def _options(geometry: AttentionGeometry, has_norm: bool, cells: dict[str, Any]) -> dict[str, Any]:
+    return cells | {
         "HEADS": geometry.num_heads,
         "KV_HEADS": geometry.num_kv_heads,
         "GROUP_TILE": triton.next_power_of_2(geometry.num_heads // geometry.num_kv_heads),
@@ -233,6 +220,11 @@ def _shape_constants(geometry: AttentionGeometry) -> dict[str, Any]:
         "HALF": triton.next_power_of_2(geometry.head_dim // 2),
         "ROTARY": geometry.rotary_dim,
         "PAGE_SIZE": geometry.page_size,
+        "HAS_NORM": has_norm,
+        "LARGEST_CODE": LARGEST.get(cells["FORMAT"], 0.0),
+        "num_warps": NUM_WARPS,
+        "num_stages": 1,
+        "enable_fp_fusion": True,
     }
 
 
@@ -243,7 +235,7 @@ def compilations(target: Target) -> list[Compilation]:
     """
     llama = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
     formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
-    found = [_compilation(target, dtype, kv, llama, False) for dtype in ("bf16", "fp16", "fp32") for kv in formats]
+    found = [_compilation(target, dtype, kv, llama, False) for dtype in FLOAT_NAMES.values() for kv in formats]
     others = [
         AttentionGeometry(32, 8, 64, 64, 16, 0.125),
         AttentionGeometry(32, 32, 80, 32, 16, 80**-0.5),
@@ -255,36 +247,13 @@ def compilations(target: Target) -> list[Compilation]:
     return found + [_compilation(target, "bf16", kv, llama, True) for kv in formats]
 
 
-def _compilation(target: Target, dtype: str, kv: KVFormat, geometry: AttentionGeometry, has_norm: bool) -> Compilation:
-    heads, size, dim = geometry.num_kv_heads, geometry.page_size, geometry.head_dim
-    width = dim // 2 if kv == "int4" else dim
-    cells = cell_pointer(target, f"*{dtype}", kv)
-    strides = (heads * size * width, size * width, width, 1)
-    of_scales = (0, 0, 0) if kv == "dense" else (heads * size, size, 1)
-    scales = f"*{dtype}" if kv == "dense" else "*fp32"
-    norm = "*fp32" if has_norm else f"*{dtype}"
-    types = (f"*{dtype}", f"*{dtype}", cells, cells, scales, scales, "*i32", "*i64", "*fp32", norm, norm, "fp32")
-    names = (
-        "p_qkv", "p_queries", "p_keys", "p_values", "p_key_scales", "p_value_scales", "p_positions", "p_slots",
-        "p_rope", "p_q_norm", "p_k_norm", "eps",
-    )  # fmt: skip
-    constants = _shape_constants(geometry) | {
-        "KEY_STRIDES": strides,
-        "VALUE_STRIDES": strides,
-        "SCALE_STRIDES": of_scales,
-        "HAS_NORM": has_norm,
-        "FORMAT": kv,
-        "LARGEST_CODE": LARGEST.get(kv, 0.0),
-        "NATIVE": target in NATIVE_FP8,
-    }
-    name = f"{dtype} kv={kv} d={dim} rotary={geometry.rotary_dim} g={geometry.num_heads // heads}"
-    return Compilation(
-        kernel="rope_kv",
-        configuration=name + (" norm" if has_norm else ""),
-        function=rope_kv_kernel,
-        signature=dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr"),
-        constants=constants,
-        num_warps=NUM_WARPS,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+def _compilation(
+    target: Target, dtype: Product, kv: KVFormat, geometry: AttentionGeometry, has_norm: bool
+) -> Compilation:
+    types, cells = compiled_cells(target, dtype, kv, geometry)
+    group = geometry.num_heads // geometry.num_kv_heads
+    name = f"{dtype} kv={kv} d={geometry.head_dim} rotary={geometry.rotary_dim} g={group}"
+    types |= {"p_qkv p_queries": f"*{dtype}", "p_positions": "*i32", "p_slots": "*i64", "p_rope": "*fp32"}
+    types |= {"p_q_norm p_k_norm": "*fp32" if has_norm else f"*{dtype}", "eps": "fp32"}
+    options = _options(geometry, has_norm, cells)
+    return Compilation("rope_kv", name + (" norm" if has_norm else ""), rope_kv_kernel, types, options)

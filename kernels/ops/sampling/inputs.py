@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels.common.tensors import on_device
 from kernels.ops.step_inputs.inputs import KEY, TOP_P
 
 NO_CUT = float("-inf")
@@ -63,12 +64,7 @@ class SamplingInputs:
 
     def on(self, device: torch.device) -> SamplingInputs:
         """Copy the inputs to a device; strides are kept."""
-        moved: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                moved[field.name] = value.to(device)
-        return replace(self, **moved)
+        return on_device(self, device)
 
     def gathered(self) -> SamplingInputs:
         """Return inputs with one entry per row of the logits, in the dtypes of the attributes' list."""

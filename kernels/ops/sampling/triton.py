@@ -26,35 +26,31 @@ from kernels.ops.sampling.triton_filters import (
     key_of,
     last_key,
     masked_logits,
+    scaled_tokens,
 )
 from kernels.ops.sampling.triton_random import NO_TOKEN, noisy_best, words_of_tokens
 from kernels.ops.sampling.triton_splits import (
-    FILTERS,
-    NOISE,
-    WEIGHING,
+    VARYING,
     Split,
     candidate_ids,
-    launch_options,
     load_candidates,
     load_survey,
     mask_of_row,
+    noise_of_row,
     row_arguments,
-    row_compilation,
+    row_compilations,
+    row_of_logits,
     row_of_tables,
+    row_options,
     scratch_of_row,
     store_candidates,
-    table_of,
-    tile_constants,
     tokens_of_split,
-    varying,
 )
 
 _LOWEST = tl.constexpr(float("-inf"))
 
-_PARAMETERS = {**WEIGHING, **NOISE, **FILTERS}
 
-
-@triton.jit(**varying({}))
+@triton.jit(**VARYING)
 def survey_kernel(
     p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
     MASK: tl.constexpr,
@@ -73,11 +69,11 @@ def survey_kernel(
     tl.store(p_row_scratch + PADDED + i_split, best_id)
 
 
-@triton.jit(**varying(_PARAMETERS))
+@triton.jit(**VARYING)
 def draw_kernel(
     p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
     p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
-    p_key, key_word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
+    p_key, word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
     p_top_k, top_k_stride, p_top_p, top_p_stride,
     MASK: tl.constexpr, HAS_ROWS: tl.constexpr, FILTER: tl.constexpr,
     TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
@@ -94,10 +90,11 @@ def draw_kernel(
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
-        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        row = row_of_logits(
+            p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, i_row, highest, temperature, MASK
+        )
         b_token = tokens_of_split(i_split, num_splits, TILE)
-        b_logit = masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK)
-        b_scaled = tl.div_rn(b_logit - highest, temperature)
+        b_scaled = scaled_tokens(row, b_token, MASK)
         b_key = key_of(b_scaled)
         limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
         b_in = b_key <= limit
@@ -108,24 +105,23 @@ def draw_kernel(
         if searching:
             store_candidates(p_row_scratch, i_split, b_token, b_scaled, b_key, b_in, limit, PADDED, CAPACITY)
         else:
-            position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
-            choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
-            key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
-            key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
+            noise = noise_of_row(
+                p_key, word_stride, key_stride, p_choice, choice_stride, p_position, position_stride, i_row, i_table
+            )
             o_counter = tl.arange(0, TILE // 4)
             b_counter = (o_counter // 32) * (32 * num_splits) + i_split * 32 + o_counter % 32
-            b_word = words_of_tokens(b_counter.to(tl.uint32), position, choice, key_low, key_high)
+            b_word = words_of_tokens(b_counter.to(tl.uint32), noise)
             none = tl.full((), NO_TOKEN, tl.int32)
             best, best_id = noisy_best(b_scaled, b_word, b_token, b_in, tl.full((), _LOWEST, tl.float32), none)
             tl.store(p_row_scratch + 2 * PADDED + i_split, best.to(tl.int32, bitcast=True))
             tl.store(p_row_scratch + 3 * PADDED + i_split, best_id)
 
 
-@triton.jit(**varying(_PARAMETERS))
+@triton.jit(**VARYING)
 def finish_kernel(
     p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
     p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
-    p_key, key_word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
+    p_key, word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
     p_top_k, top_k_stride, p_top_p, top_p_stride,
     p_out, num_splits,
     MASK: tl.constexpr, HAS_ROWS: tl.constexpr, RANDOM: tl.constexpr, FILTER: tl.constexpr,
@@ -151,28 +147,20 @@ def finish_kernel(
                 top_p = tl.load(p_top_p + i_table * top_p_stride)
                 searching = (top_k > 0) | (top_p < 1.0)
             if searching:
-                p_row = p_logits + i_row * row_stride
-                p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+                row = row_of_logits(
+                    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, i_row, highest, temperature, MASK
+                )
                 limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
                 reach, count, mass, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
-                border, equals = filter_border(
-                    p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key,
-                    MASK, TILE,
-                )  # fmt: skip
-                position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
-                choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
-                key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
-                key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
+                border, equals = filter_border(row, top_k, top_p, limit, reach, count, mass, b_key, MASK, TILE)
+                noise = noise_of_row(
+                    p_key, word_stride, key_stride, p_choice, choice_stride, p_position, position_stride, i_row, i_table
+                )
                 if border <= reach:
                     b_token = candidate_ids(p_row_scratch, b_key, PADDED, CAPACITY)
-                    best_id = best_of_candidates(
-                        b_key, b_token, border, equals, vocab, position, choice, key_low, key_high
-                    )
+                    best_id = best_of_candidates(b_key, b_token, border, equals, vocab, noise)
                 else:
-                    best_id = best_of_row(
-                        p_row, p_words, masked, vocab, highest, temperature, border, equals, position, choice, key_low,
-                        key_high, MASK, TILE,
-                    )  # fmt: skip
+                    best_id = best_of_row(row, border, equals, noise, MASK, TILE)
             else:
                 b_noisy = tl.where(b_there, b_second, _LOWEST)
                 best = tl.max(b_noisy, axis=0)
@@ -213,7 +201,7 @@ class _Variants(NamedTuple):
 
 @functools.cache
 def _variants(table: Split, mask: int, has_rows: bool, random: bool, filtered: bool) -> _Variants:
-    common = tile_constants(table, mask) | launch_options(table)
+    common = row_options(table, mask)
     rows = {"HAS_ROWS": has_rows, "FILTER": filtered and random}
     return _Variants(
         Variant(survey_kernel, **common),
@@ -237,17 +225,11 @@ def compilations(target: Target) -> list[Compilation]:
 
 
 def _compilations(target: Target, vocab: int, mask: int, random: bool, filtered: bool) -> list[Compilation]:
-    rows = {"HAS_ROWS": True, "FILTER": filtered}
-    ends = {"p_out": "*i64", "num_splits": "i32"}
-    kernels: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
-        ("finish", finish_kernel, _PARAMETERS | ends, rows | {"RANDOM": random})
-    ]
+    what, rows = f" random={random} filter={filtered}", {"HAS_ROWS": True, "FILTER": filtered}
+    kernels: list[tuple[str, str, Any, dict[str, Any]]]
+    kernels = [("sampling_finish", what, finish_kernel, rows | {"RANDOM": random})]
     if random:
-        kernels.append(("draw", draw_kernel, _PARAMETERS, rows))
+        kernels.append(("sampling_draw", what, draw_kernel, rows))
     if not filtered:
-        kernels.append(("survey", survey_kernel, {}, {}))
-    what, table = f"vocab={vocab} mask={mask} random={random} filter={filtered}", table_of(vocab, target)
-    return [
-        row_compilation(f"sampling_{name}", what, function, parameters, table, mask, **constants)
-        for name, function, parameters, constants in kernels
-    ]
+        kernels.append(("sampling_survey", what, survey_kernel, {}))
+    return row_compilations(target, mask, vocab, kernels)

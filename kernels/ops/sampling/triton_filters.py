@@ -2,7 +2,9 @@
 
 The key of a token is the bits of -scaled as an integer, with scaled = (logit - largest) / temperature <= 0. Keys order
 the tokens from the likeliest down. A border is a key and the number of tokens with this key that pass, lowest ids
-first. kernels/ops/sampling/README.md has the definitions.
+first. kernels/ops/sampling/README.md has the definitions. `row` is the tuple (vocabulary size, pointer to the logits,
+pointer to the mask, number of tokens that the mask covers, largest logit, temperature) of a row, and `noise` that of
+triton_random.py.
 """
 
 from __future__ import annotations
@@ -31,6 +33,13 @@ def masked_logits(p_row, p_words, masked, vocab, b_token, MASK: tl.constexpr):
         b_word = tl.load(p_words + b_token // 32, mask=b_token < masked, other=-1)
         b_logit = tl.where((b_word >> (b_token % 32)) & 1 != 0, b_logit, _MINUS_INFINITY)
     return b_logit
+
+
+@triton.jit
+def scaled_tokens(row, b_token, MASK: tl.constexpr):
+    """Return the scaled logits of tokens."""
+    vocab, p_row, p_words, masked, highest, temperature = row
+    return tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
 
 
 @triton.jit
@@ -89,18 +98,13 @@ def tile_border(b_key, b_weight, high, target):
 
 
 @triton.jit
-def row_sums(
-    p_row, p_words, masked, vocab, highest, temperature, first, second, third, by_mass, MASK: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
+def row_sums(row, first, second, third, by_mass, MASK: tl.constexpr, TILE: tl.constexpr):
     """Return float64 counts, or masses relative to the likeliest token, of a row's tokens up to each of three keys."""
     b_first = tl.zeros((TILE,), tl.float32)
     b_second = tl.zeros((TILE,), tl.float32)
     b_third = tl.zeros((TILE,), tl.float32)
-    for start in range(0, vocab, TILE):
-        b_token = start + tl.arange(0, TILE)
-        b_logit = masked_logits(p_row, p_words, masked, vocab, b_token, MASK)
-        b_scaled = tl.div_rn(b_logit - highest, temperature)
+    for start in range(0, row[0], TILE):
+        b_scaled = scaled_tokens(row, start + tl.arange(0, TILE), MASK)
         b_key = key_of(b_scaled)
         b_weight = tl.where(by_mass, tl.exp(b_scaled), 1.0)
         b_first += tl.where(b_key <= first, b_weight, 0.0)
@@ -114,10 +118,7 @@ def row_sums(
 
 
 @triton.jit
-def row_border(
-    p_row, p_words, masked, vocab, highest, temperature, low, high, below, target, by_mass, MASK: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
+def row_border(row, low, high, below, target, by_mass, MASK: tl.constexpr, TILE: tl.constexpr):
     """Find the border as tile_border does, over the whole row; each pass leaves a quarter of the interval.
 
     The sum up to `low` is `below`, which is less than `target`.
@@ -127,9 +128,7 @@ def row_border(
         first = low + quarter
         second = low + (high - low) // 2
         third = high - quarter
-        up_to_first, up_to_second, up_to_third = row_sums(
-            p_row, p_words, masked, vocab, highest, temperature, first, second, third, by_mass, MASK, TILE
-        )
+        up_to_first, up_to_second, up_to_third = row_sums(row, first, second, third, by_mass, MASK, TILE)
         in_first = up_to_first >= target
         in_second = up_to_second >= target
         in_third = up_to_third >= target
@@ -163,10 +162,7 @@ def id_of_rank(b_in, b_token, rank, vocab):
 
 
 @triton.jit
-def filter_border(
-    p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key,
-    MASK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def filter_border(row, top_k, top_p, limit, reach, count, mass, b_key, MASK: tl.constexpr, TILE: tl.constexpr):
     """Return the last key that passes top_k and top_p, and how many tokens with this key pass.
 
     `count` tokens of the row, with a total of `mass`, pass min_p. The tile holds all keys of the row up to `reach`.
@@ -182,27 +178,20 @@ def filter_border(
         if top_k <= num_known:
             border, below = tile_border(b_key, b_known.to(tl.float32), reach, wanted)
         else:
-            border, below = row_border(
-                p_row, p_words, masked, vocab, highest, temperature, reach, limit, num_known.to(tl.float64), wanted,
-                False, MASK, TILE,
-            )  # fmt: skip
+            border, below = row_border(row, reach, limit, num_known.to(tl.float64), wanted, False, MASK, TILE)
         equals = (wanted - below).to(tl.int32)
         if border <= reach:
             smaller = tl.sum(tl.where(b_key < border, b_weight, 0.0), axis=0).to(tl.float64)
         else:
             last = border - 1
-            smaller, _, _ = row_sums(
-                p_row, p_words, masked, vocab, highest, temperature, last, last, last, True, MASK, TILE
-            )
+            smaller, _, _ = row_sums(row, last, last, last, True, MASK, TILE)
         mass = smaller + equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
     if top_p < 1.0:
         target = top_p * mass
         if (border <= reach) | (mass_known >= target):
             last, below = tile_border(b_key, b_weight, tl.minimum(border, reach), target)
         else:
-            last, below = row_border(
-                p_row, p_words, masked, vocab, highest, temperature, reach, border, mass_known, target, True, MASK, TILE
-            )
+            last, below = row_border(row, reach, border, mass_known, target, True, MASK, TILE)
         needed = equals_needed(target, below, last)
         equals = tl.where(last < border, needed, tl.minimum(needed, equals))
         border = last
@@ -210,10 +199,7 @@ def filter_border(
 
 
 @triton.jit
-def passing_mass(
-    p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key,
-    MASK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def passing_mass(row, border, equals, limit, reach, mass, b_key, MASK: tl.constexpr, TILE: tl.constexpr):
     """Return the float64 mass of a row's tokens up to a border.
 
     `mass` is the mass of all tokens up to `limit`. The tile holds all keys up to `reach`.
@@ -225,9 +211,7 @@ def passing_mass(
             below = tl.sum(tl.where(b_key < border, b_mass, 0.0), axis=0).to(tl.float64)
             at_border = tl.sum(tl.where(b_key == border, b_mass, 0.0), axis=0).to(tl.float64)
         else:
-            below, up_to, _ = row_sums(
-                p_row, p_words, masked, vocab, highest, temperature, border - 1, border, border, True, MASK, TILE
-            )
+            below, up_to, _ = row_sums(row, border - 1, border, border, True, MASK, TILE)
             at_border = up_to - below
         passing = equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
         mass = below + tl.minimum(passing, at_border)
@@ -235,37 +219,44 @@ def passing_mass(
 
 
 @triton.jit
-def best_of_row(
-    p_row, p_words, masked, vocab, highest, temperature, border, equals, position, choice, key_low, key_high,
-    MASK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def tokens_within_border(b_key, border, equals, seen):
+    """Return which tokens of a row's next tile pass the border, and the number of tokens at the border so far."""
+    b_equal = (b_key == border).to(tl.int32)
+    b_rank = seen + tl.cumsum(b_equal, axis=0)
+    return (b_key < border) | ((b_key == border) & (b_rank <= equals)), seen + tl.sum(b_equal, axis=0)
+
+
+@triton.jit
+def candidates_within_border(b_key, b_token, border, equals, vocab):
+    """Return which tokens of a tile in any order pass a border, all of whose tokens are in the tile."""
+    b_equal = b_key == border
+    last_id = vocab
+    if equals < tl.sum(b_equal.to(tl.int32), axis=0):
+        last_id = id_of_rank(b_equal, b_token, equals, vocab)
+    return (b_key < border) | (b_equal & (b_token <= last_id))
+
+
+@triton.jit
+def best_of_row(row, border, equals, noise, MASK: tl.constexpr, TILE: tl.constexpr):
     """Return the best noisy token up to a border, searching the whole row."""
     best = tl.full((), _MINUS_INFINITY, tl.float32)
     best_id = tl.full((), NO_TOKEN, tl.int32)
     seen = tl.full((), 0, tl.int32)
-    for start in range(0, vocab, TILE):
+    for start in range(0, row[0], TILE):
         b_token = start + tl.arange(0, TILE)
-        b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
-        b_key = key_of(b_scaled)
-        b_equal = (b_key == border).to(tl.int32)
-        b_rank = seen + tl.cumsum(b_equal, axis=0)
-        seen += tl.sum(b_equal, axis=0)
-        b_in = (b_key < border) | ((b_key == border) & (b_rank <= equals))
+        b_scaled = scaled_tokens(row, b_token, MASK)
+        b_in, seen = tokens_within_border(key_of(b_scaled), border, equals, seen)
         b_counter = (start // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
-        b_word = words_of_tokens(b_counter, position, choice, key_low, key_high)
+        b_word = words_of_tokens(b_counter, noise)
         best, best_id = noisy_best(b_scaled, b_word, b_token, b_in, best, best_id)
     return best_id
 
 
 @triton.jit
-def best_of_candidates(b_key, b_token, border, equals, vocab, position, choice, key_low, key_high):
+def best_of_candidates(b_key, b_token, border, equals, vocab, noise):
     """Return the best noisy token up to a border, all of whose tokens are in the tile."""
-    b_equal = b_key == border
-    last_id = vocab
-    if equals < tl.sum(b_equal.to(tl.int32), axis=0):
-        last_id = id_of_rank(b_equal, b_token, equals, vocab)
-    b_in = (b_key < border) | (b_equal & (b_token <= last_id))
-    b_word = words_of_ids(b_token, position, choice, key_low, key_high)
+    b_in = candidates_within_border(b_key, b_token, border, equals, vocab)
+    b_word = words_of_ids(b_token, noise)
     none = tl.full((), NO_TOKEN, tl.int32)
     _, best_id = noisy_best(value_of(b_key), b_word, b_token, b_in, tl.full((), _MINUS_INFINITY, tl.float32), none)
     return best_id

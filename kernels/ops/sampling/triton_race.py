@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 
 from kernels.ops.sampling.philox import ACCEPT_STREAM, REPLACE_STREAM
-from kernels.ops.sampling.triton_filters import id_of_rank, key_of, masked_logits, value_of
+from kernels.ops.sampling.triton_filters import (
+    candidates_within_border,
+    key_of,
+    scaled_tokens,
+    tokens_within_border,
+    value_of,
+)
 from kernels.ops.sampling.triton_random import NO_TOKEN, philox_words, words_of_ids, words_of_tokens
 
 _ACCEPT = tl.constexpr(ACCEPT_STREAM)
@@ -22,10 +28,10 @@ _MAX_FACTOR = tl.constexpr(2.0**25 * (1.0 + 2.0**-20))
 
 
 @triton.jit
-def accept_number(position, choice, key_low, key_high):
+def accept_number(noise):
     """Return the uniform float64 in (0, 1) that decides whether a draft is accepted."""
     zero = tl.full((), 0, tl.uint32)
-    word, _, _, _ = philox_words(zero, position, choice, key_low, key_high, _ACCEPT)
+    word, _, _, _ = philox_words(zero, noise, _ACCEPT)
     return ((word >> 8).to(tl.float64) + 0.5) * _ULP_OF_UNIFORM
 
 
@@ -57,11 +63,13 @@ def race(b_share, b_word, b_token, best, best_id):
 
 
 @triton.jit
-def residual_weights(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED: tl.constexpr):
+def residual_weights(b_scaled, b_token, b_in, residual, DRAFTED: tl.constexpr):
     """Return exp(scaled) * inverse of the selected tokens, minus their probability in the draft's distribution.
 
-    `num_chances` is the number of tokens in the draft's distribution: all or none.
+    `residual` is the tuple (inverse, id of a token that is left out or -1, pointer to the draft's distribution, number
+    of tokens in that distribution: all or none).
     """
+    inverse, left_out, p_chances, num_chances = residual
     b_share = tl.where(b_in & (b_token != left_out), tl.exp(b_scaled) * inverse, 0.0)
     if DRAFTED:
         b_chance = tl.load(p_chances + b_token, mask=(b_share > 0.0) & (b_token < num_chances), other=0.0)
@@ -70,60 +78,40 @@ def residual_weights(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_
 
 
 @triton.jit
-def tokens_within_border(b_key, border, equals, seen):
-    """Return which tokens of a row's next tile pass the border, and the number of tokens at the border so far."""
-    b_equal = (b_key == border).to(tl.int32)
-    b_rank = seen + tl.cumsum(b_equal, axis=0)
-    return (b_key < border) | ((b_key == border) & (b_rank <= equals)), seen + tl.sum(b_equal, axis=0)
-
-
-@triton.jit
-def first_of_candidates(
-    b_key, b_token, border, equals, vocab, inverse, left_out, p_chances, num_chances, position, choice, key_low,
-    key_high, DRAFTED: tl.constexpr,
-):  # fmt: skip
+def first_of_candidates(b_key, b_token, border, equals, vocab, residual, noise, DRAFTED: tl.constexpr):
     """Draw a token if all that pass are in the tile; NO_TOKEN if all shares are 0."""
-    b_equal = b_key == border
-    last_id = vocab
-    if equals < tl.sum(b_equal.to(tl.int32), axis=0):
-        last_id = id_of_rank(b_equal, b_token, equals, vocab)
-    b_in = (b_key < border) | (b_equal & (b_token <= last_id))
-    b_share = residual_weights(value_of(b_key), b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
-    b_word = words_of_ids(b_token, position, choice, key_low, key_high, _REPLACE)
+    b_in = candidates_within_border(b_key, b_token, border, equals, vocab)
+    b_share = residual_weights(value_of(b_key), b_token, b_in, residual, DRAFTED)
+    b_word = words_of_ids(b_token, noise, _REPLACE)
     none = tl.full((), NO_TOKEN, tl.int32)
     _, best_id = race(b_share, b_word, b_token, tl.full((), 0.0, tl.float64), none)
     return best_id
 
 
 @triton.jit
-def first_of_row(
-    p_row, p_words, masked, vocab, highest, temperature, border, equals, inverse, left_out, p_chances, num_chances,
-    position, choice, key_low, key_high, DRAFTED: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def first_of_row(row, border, equals, residual, noise, DRAFTED: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr):
     """Draw a token from the whole row; tiles that cannot win need no random words."""
     best = tl.full((), 0.0, tl.float64)
     best_id = tl.full((), NO_TOKEN, tl.int32)
     seen = tl.full((), 0, tl.int32)
-    for start in range(0, vocab, TILE):
+    for start in range(0, row[0], TILE):
         b_token = start + tl.arange(0, TILE)
-        b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+        b_scaled = scaled_tokens(row, b_token, MASK)
         b_in, seen = tokens_within_border(key_of(b_scaled), border, equals, seen)
-        b_share = residual_weights(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
+        b_share = residual_weights(b_scaled, b_token, b_in, residual, DRAFTED)
         if tl.max(b_share, axis=0).to(tl.float64) * _MAX_FACTOR >= best:
             b_counter = (start // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
-            b_word = words_of_tokens(b_counter, position, choice, key_low, key_high, _REPLACE)
+            b_word = words_of_tokens(b_counter, noise, _REPLACE)
             best, best_id = race(b_share, b_word, b_token, best, best_id)
     return best_id
 
 
 @triton.jit
-def rank_in_row(
-    p_row, p_words, masked, vocab, highest, temperature, key, token, MASK: tl.constexpr, TILE: tl.constexpr
-):
+def rank_in_row(row, key, token, MASK: tl.constexpr, TILE: tl.constexpr):
     """Return the number of a row's tokens up to `token` that have the given key."""
     b_count = tl.zeros((TILE,), tl.int32)
-    for start in range(0, vocab, TILE):
+    for start in range(0, row[0], TILE):
         b_token = start + tl.arange(0, TILE)
-        b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+        b_scaled = scaled_tokens(row, b_token, MASK)
         b_count += ((key_of(b_scaled) == key) & (b_token <= token)).to(tl.int32)
     return tl.sum(b_count, axis=0)

@@ -1,6 +1,7 @@
 """Philox and Gumbel noise in Triton, bit for bit as docs/randomness.md defines them.
 
-Kernels that call these functions are launched with enable_fp_fusion=False.
+Kernels that call these functions are launched with enable_fp_fusion=False. `noise` is the tuple (position, choice, low
+and high word of the key) of a row, all uint32.
 """
 
 from __future__ import annotations
@@ -25,14 +26,11 @@ _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def philox_words(b_counter, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
+def philox_words(b_counter, noise, STREAM: tl.constexpr = _STREAM):
     """Return the four uint32 words of each uint32 counter."""
     c0 = b_counter
-    c1 = position
-    c2 = choice
+    c1, c2, k0, k1 = noise
     c3 = tl.full((), STREAM, tl.uint32)
-    k0 = key_low
-    k1 = key_high
     for _ in tl.static_range(_ROUNDS):
         p0 = c0.to(tl.uint64) * _M0
         p1 = c2.to(tl.uint64) * _M1
@@ -46,16 +44,16 @@ def philox_words(b_counter, position, choice, key_low, key_high, STREAM: tl.cons
 
 
 @triton.jit
-def words_of_tokens(b_counter, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
+def words_of_tokens(b_counter, noise, STREAM: tl.constexpr = _STREAM):
     """Return the words of consecutive tokens, four from each counter."""
-    w0, w1, w2, w3 = philox_words(b_counter, position, choice, key_low, key_high, STREAM)
+    w0, w1, w2, w3 = philox_words(b_counter, noise, STREAM)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
 @triton.jit
-def words_of_ids(b_token, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
+def words_of_ids(b_token, noise, STREAM: tl.constexpr = _STREAM):
     """Return the words of arbitrary tokens."""
-    w0, w1, w2, w3 = philox_words((b_token // 4).to(tl.uint32), position, choice, key_low, key_high, STREAM)
+    w0, w1, w2, w3 = philox_words((b_token // 4).to(tl.uint32), noise, STREAM)
     b_low = tl.where(b_token % 2 == 0, w0, w1)
     b_high = tl.where(b_token % 2 == 0, w2, w3)
     return tl.where(b_token % 4 < 2, b_low, b_high)

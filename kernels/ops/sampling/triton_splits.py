@@ -1,14 +1,14 @@
 """Rows of logits divided into splits for several programs, and the arguments of kernels that process them.
 
 For each split, the scratch memory of a row holds the largest logit and its id, three further numbers, and keys and ids
-of its likeliest tokens. The parameters of a kernel are ROW, then those it needs of WEIGHING, NOISE and FILTERS, in
-this order, then its own. `row_arguments` returns their values at a launch.
+of its likeliest tokens. `row_arguments` returns the values of the first parameters of a kernel in groups, of which a
+kernel has those that it needs, in the order of RowArguments; then follow its own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kernels.common.triton.arithmetic import INFINITY, MINUS_INFINITY, NONE, number_of
 from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.triton_internals import parameter_names
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT, SamplingInputs
 from kernels.ops.sampling.triton_filters import ALL, cut_of
 from kernels.ops.sampling.triton_random import NO_TOKEN
@@ -82,6 +83,25 @@ def mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK: tl.constex
     if MASK == 2:
         i_mask = tl.load(p_mask_rows + i_row).to(tl.int64)
     return p_mask + tl.maximum(i_mask, 0) * mask_stride, tl.where(i_mask >= 0, vocab, 0)
+
+
+@triton.jit
+def row_of_logits(
+    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, i_row, highest, temperature, MASK: tl.constexpr
+):
+    """Return the tuple `row` of triton_filters.py."""
+    p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+    return vocab, p_logits + i_row * row_stride, p_words, masked, highest, temperature
+
+
+@triton.jit
+def noise_of_row(p_key, word_stride, key_stride, p_choice, choice_stride, p_position, position_stride, i_row, i_table):
+    """Return the tuple `noise` of triton_random.py."""
+    position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
+    choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
+    key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
+    key_high = tl.load(p_key + word_stride + i_table * key_stride).to(tl.uint32)
+    return position, choice, key_low, key_high
 
 
 @triton.jit
@@ -157,49 +177,28 @@ def candidate_ids(p_row_scratch, b_key, PADDED: tl.constexpr, CAPACITY: tl.const
     return tl.load(p_ids + tl.arange(0, PADDED * CAPACITY), mask=b_key < ALL, other=0)
 
 
-ROW = {
-    "p_logits": "*fp32",
-    "row_stride": "i32",
-    "vocab": "i32",
-    "p_mask": "*i32",
-    "p_mask_rows": "*i32",
-    "mask_stride": "i32",
-    "p_scratch": "*i32",
+_PACKED = (
+    "p_mask_rows", "p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p",
+    "p_drafts", "p_drafted", "p_drafted_rows",
+)  # fmt: skip
+"""Pointers whose alignment varies between steps."""
+VARYING: dict[str, Any] = {
+    "do_not_specialize": [
+        "temperature_stride", "log_min_p_stride", "word_stride", "key_stride", "choice_stride", "position_stride",
+        "top_k_stride", "top_p_stride",
+    ],
+    "do_not_specialize_on_alignment": _PACKED,
+}  # fmt: skip
+"""Options of triton.jit for arguments that vary between steps, so that nothing is compiled while serving."""
+_TYPES = {
+    **dict.fromkeys(("p_logits", "p_temperature", "p_log_min_p", "p_drafted", "p_probabilities"), "*fp32"),
+    **dict.fromkeys(("p_mask", "p_mask_rows", "p_scratch", "p_rows", "p_key", "p_choice", "p_position"), "*i32"),
+    "p_top_k": "*i32",
+    "p_top_p": "*fp64",
+    "p_drafts": "*i64",
+    "p_drafted_rows": "*i64",
+    "p_out": "*i64",
 }
-"""Logits, masks and scratch."""
-WEIGHING = {
-    "p_rows": "*i32",
-    "p_temperature": "*fp32",
-    "temperature_stride": "i32",
-    "p_log_min_p": "*fp32",
-    "log_min_p_stride": "i32",
-}
-NOISE = {
-    "p_key": "*i32",
-    "key_word_stride": "i32",
-    "key_stride": "i32",
-    "p_choice": "*i32",
-    "choice_stride": "i32",
-    "p_position": "*i32",
-    "position_stride": "i32",
-}
-FILTERS = {"p_top_k": "*i32", "top_k_stride": "i32", "p_top_p": "*fp64", "top_p_stride": "i32"}
-
-
-_PACKED = frozenset(name for name in {"p_mask_rows": "", **WEIGHING, **NOISE, **FILTERS} if name.startswith("p_"))
-
-
-def varying(parameters: Mapping[str, str], unaligned: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return options of triton.jit for arguments whose alignment varies, so that nothing is compiled while serving.
-
-    Args:
-        parameters: Those of WEIGHING, NOISE and FILTERS that the kernel has.
-        unaligned: The kernel's own pointers that may be unaligned.
-    """
-    return {
-        "do_not_specialize": [name for name in parameters if name not in _PACKED],
-        "do_not_specialize_on_alignment": [*sorted(_PACKED & {"p_mask_rows", *parameters}), *unaligned],
-    }
 
 
 class RowArguments(NamedTuple):
@@ -208,10 +207,10 @@ class RowArguments(NamedTuple):
     Attributes:
         table: Division of the rows.
         mask: Constant MASK of `mask_of_row`.
-        row: Values of ROW.
-        weighing: Values of WEIGHING.
-        noise: Values of NOISE.
-        filters: Values of FILTERS.
+        row: Logits, masks and scratch, of which every kernel has the parameters.
+        weighing: Temperature and min_p.
+        noise: Seed, choice and position.
+        filters: top_k and top_p.
     """
 
     table: Split
@@ -274,51 +273,20 @@ def row_arguments(
     )
 
 
-def table_of(vocab: int, target: Target) -> Split:
-    """Return the division of a vocabulary on a target."""
-    return split(vocab, 64 if target == "gfx942" else 32)
+def row_options(table: Split, mask: int) -> dict[str, Any]:
+    """Return the constants and launch options that all of these kernels have."""
+    constants = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
+    return constants | {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
 
 
-def tile_constants(table: Split, mask: int) -> dict[str, int]:
-    """Return the constants that all of these kernels have."""
-    return {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
-
-
-def launch_options(table: Split) -> dict[str, Any]:
-    """Return the launch options of all of these kernels."""
-    return {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
-
-
-def row_compilation(
-    kernel: str,
-    configuration: str,
-    function: Any,
-    parameters: Mapping[str, str],
-    table: Split,
-    mask: int,
-    unaligned: tuple[str, ...] = (),
-    **constants: Any,
-) -> Compilation:
-    """Return the compilation of one kernel with one choice of constants.
-
-    Args:
-        kernel: Name of the kernel.
-        configuration: Description of the constants.
-        function: The kernel.
-        parameters: Parameters after ROW and their types.
-        table: Division of the rows.
-        mask: As in RowArguments.
-        unaligned: As in `varying`.
-        constants: Constants that not all kernels have.
-    """
-    constants |= tile_constants(table, mask)
-    signature = {**ROW, **parameters}
-    return Compilation(
-        kernel=kernel,
-        configuration=configuration,
-        function=function,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constants=constants,
-        unaligned=frozenset({*(_PACKED & signature.keys()), *unaligned}),
-        **launch_options(table),
-    )
+def row_compilations(
+    target: Target, mask: int, vocab: int, kernels: Iterable[tuple[str, str, Any, dict[str, Any]]]
+) -> list[Compilation]:
+    """Return the compilations of kernels: name, description of its own constants, function, own constants."""
+    options = row_options(split(vocab, 64 if target == "gfx942" else 32), mask)
+    found = []
+    for name, what, function, constants in kernels:
+        types = {parameter: _TYPES[parameter] for parameter in parameter_names(function) if parameter in _TYPES}
+        what = f"vocab={vocab} mask={mask}{what}"
+        found.append(Compilation(name, what, function, types, constants | options, unaligned=_PACKED))
+    return found

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from kernels.common.tensors import on_device
 from kernels.common.triton.compilations import Benchmark
 from kernels.ops.sampling.cases import SamplingCase, make_case
 from kernels.ops.sampling.inputs import SamplingInputs
@@ -93,11 +94,8 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
             logits, inputs, of_rows = make_rejection(case)
             target, inputs = logits.to(device), inputs.on(device)
             scratch = torch.empty(scratch_size(*logits.shape), dtype=torch.int32, device=device)
-            tokens = of_rows.token_ids.to(device)
-            alone = DraftInputs(tokens)
-            drawn = alone
-            if of_rows.probabilities is not None and of_rows.rows is not None:
-                drawn = DraftInputs(tokens, of_rows.probabilities.to(device), of_rows.rows.to(device))
+            drawn = on_device(of_rows, device)
+            alone = DraftInputs(drawn.token_ids)
             for what, inputs_of_drafts, reads in (("look-up", alone, 2), ("draft model", drawn, 3)):
                 run = partial(reject, target, inputs, inputs_of_drafts, scratch)
                 found.append(

@@ -19,34 +19,37 @@ from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
 from kernels.ops.sampling.inputs import SamplingInputs
 from kernels.ops.sampling.triton import survey_kernel
-from kernels.ops.sampling.triton_filters import ALL, filter_border, key_of, last_key, masked_logits, passing_mass
+from kernels.ops.sampling.triton_filters import (
+    ALL,
+    filter_border,
+    key_of,
+    last_key,
+    passing_mass,
+    scaled_tokens,
+    tokens_within_border,
+)
 from kernels.ops.sampling.triton_race import (
     accept_number,
     first_of_candidates,
     first_of_row,
     rank_in_row,
-    tokens_within_border,
 )
 from kernels.ops.sampling.triton_random import NO_TOKEN
 from kernels.ops.sampling.triton_splits import (
-    FILTERS,
-    NOISE,
-    WEIGHING,
+    VARYING,
     Split,
     candidate_ids,
-    launch_options,
     load_candidates,
     load_survey,
-    mask_of_row,
+    noise_of_row,
     row_arguments,
-    row_compilation,
+    row_compilations,
+    row_of_logits,
     row_of_tables,
+    row_options,
     scratch_of_row,
     store_candidates,
-    table_of,
-    tile_constants,
     tokens_of_split,
-    varying,
 )
 from kernels.ops.speculative.reference import DraftInputs, Verified
 
@@ -59,9 +62,7 @@ _VERIFY_VARYING: dict[str, Any] = {
     "do_not_specialize": ["num_requests", "num_rows"],
     "do_not_specialize_on_alignment": ["p_token_ids", "p_drafts", "p_cu_rows", "p_kept", "p_num_accepted"],
 }
-_DRAFTED = ("p_drafts", "p_drafted", "p_drafted_rows")
-_FILTERING = {**WEIGHING, **FILTERS}
-_REJECTION = {**WEIGHING, **NOISE, **FILTERS}
+_VERIFY_OPTIONS = {"TILE": VERIFY_TILE, "num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
 
 
 @triton.jit(**_VERIFY_VARYING)
@@ -85,7 +86,7 @@ def verify_kernel(p_token_ids, p_drafts, p_cu_rows, p_kept, p_num_accepted, num_
         tl.store(p_num_accepted + i_request, last - start)
 
 
-@triton.jit(**varying(WEIGHING))
+@triton.jit(**VARYING)
 def weigh_kernel(
     p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
     p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
@@ -100,21 +101,22 @@ def weigh_kernel(
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
-        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        row = row_of_logits(
+            p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, i_row, highest, temperature, MASK
+        )
         b_token = tokens_of_split(i_split, tl.num_programs(1), TILE)
-        b_logit = masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK)
-        b_scaled = tl.div_rn(b_logit - highest, temperature)
+        b_scaled = scaled_tokens(row, b_token, MASK)
         b_key = key_of(b_scaled)
         limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
         store_candidates(p_row_scratch, i_split, b_token, b_scaled, b_key, b_key <= limit, limit, PADDED, CAPACITY)
 
 
-@triton.jit(**varying(_FILTERING))
+@triton.jit(**VARYING)
 def probabilities_kernel(
     p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
     p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
     p_top_k, top_k_stride, p_top_p, top_p_stride,
-    p_out, num_splits,
+    p_probabilities, num_splits,
     MASK: tl.constexpr, HAS_ROWS: tl.constexpr,
     TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
@@ -124,26 +126,22 @@ def probabilities_kernel(
     highest, best_id, usable, _ = load_survey(p_row_scratch, num_splits, PADDED)
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
-    p_result = p_out + i_row * vocab
+    p_result = p_probabilities + i_row * vocab
     if usable & (temperature > 0.0):
-        p_row = p_logits + i_row * row_stride
-        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        row = row_of_logits(
+            p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, i_row, highest, temperature, MASK
+        )
         limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
         top_k = tl.load(p_top_k + i_table * top_k_stride).to(tl.int32)
         top_p = tl.load(p_top_p + i_table * top_p_stride)
         reach, count, mass, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
-        border, equals = filter_border(
-            p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key, MASK,
-            TILE,
-        )  # fmt: skip
-        mass = passing_mass(
-            p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key, MASK, TILE
-        )
+        border, equals = filter_border(row, top_k, top_p, limit, reach, count, mass, b_key, MASK, TILE)
+        mass = passing_mass(row, border, equals, limit, reach, mass, b_key, MASK, TILE)
         inverse = (1.0 / mass).to(tl.float32)
         seen = tl.full((), 0, tl.int32)
         for start in range(0, vocab, TILE):
             b_token = start + tl.arange(0, TILE)
-            b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+            b_scaled = scaled_tokens(row, b_token, MASK)
             b_in, seen = tokens_within_border(key_of(b_scaled), border, equals, seen)
             tl.store(p_result + b_token, tl.where(b_in, tl.exp(b_scaled) * inverse, 0.0), mask=b_token < vocab)
     else:
@@ -153,11 +151,11 @@ def probabilities_kernel(
             tl.store(p_result + b_token, tl.where(usable, b_chance, _NAN), mask=b_token < vocab)
 
 
-@triton.jit(**varying(_REJECTION, _DRAFTED))
+@triton.jit(**VARYING)
 def reject_kernel(
     p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
     p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
-    p_key, key_word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
+    p_key, word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
     p_top_k, top_k_stride, p_top_p, top_p_stride,
     p_drafts, p_drafted, drafted_stride, p_drafted_rows,
     p_out, num_splits,
@@ -174,25 +172,20 @@ def reject_kernel(
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
-        p_row = p_logits + i_row * row_stride
-        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        row = row_of_logits(
+            p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, i_row, highest, temperature, MASK
+        )
         limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
         top_k = tl.load(p_top_k + i_table * top_k_stride).to(tl.int32)
         top_p = tl.load(p_top_p + i_table * top_p_stride)
         reach, count, total, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
-        border, equals = filter_border(
-            p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, total, b_key, MASK,
-            TILE,
-        )  # fmt: skip
+        border, equals = filter_border(row, top_k, top_p, limit, reach, count, total, b_key, MASK, TILE)
         b_token = candidate_ids(p_row_scratch, b_key, PADDED, CAPACITY)
         inside = border <= reach
-        total = passing_mass(
-            p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, total, b_key, MASK, TILE
+        total = passing_mass(row, border, equals, limit, reach, total, b_key, MASK, TILE)
+        noise = noise_of_row(
+            p_key, word_stride, key_stride, p_choice, choice_stride, p_position, position_stride, i_row, i_table
         )
-        position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
-        choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
-        key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
-        key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
         draft = tl.load(p_drafts + i_row)
         proposed = (draft >= 0) & (draft < vocab)
         draft = tl.where(proposed, draft, 0).to(tl.int32)
@@ -206,37 +199,31 @@ def reject_kernel(
             given = proposed & (i_drafted >= 0) & (drawn_with > 0.0) & (drawn_with < _INFINITY)
             chance = tl.where(given, drawn_with, chance)
             num_chances = tl.where(given, vocab, 0)
-        draft_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, draft, MASK) - highest, temperature)
+        draft_scaled = scaled_tokens(row, draft, MASK)
         draft_key = key_of(draft_scaled)
         may = draft_key <= border
         if (draft_key == border) & (equals < ALL):
             if inside:
                 rank = tl.sum(((b_key == border) & (b_token <= draft)).to(tl.int32), axis=0)
             else:
-                rank = rank_in_row(p_row, p_words, masked, vocab, highest, temperature, border, draft, MASK, TILE)
+                rank = rank_in_row(row, border, draft, MASK, TILE)
             may = rank <= equals
         target = tl.where(may, tl.exp(draft_scaled).to(tl.float64), 0.0) / total
-        uniform = accept_number(position, choice, key_low, key_high)
+        uniform = accept_number(noise)
         if proposed & (uniform * chance.to(tl.float64) < target):
             result = draft
         else:
             left_out = tl.where(proposed, draft, -1)
-            inverse = (1.0 / total).to(tl.float32)
+            residual = (1.0 / total).to(tl.float32), left_out, p_chances, num_chances
             if inside:
-                result = first_of_candidates(
-                    b_key, b_token, border, equals, vocab, inverse, left_out, p_chances, num_chances, position, choice,
-                    key_low, key_high, DRAFTED,
-                )  # fmt: skip
+                result = first_of_candidates(b_key, b_token, border, equals, vocab, residual, noise, DRAFTED)
             else:
-                result = first_of_row(
-                    p_row, p_words, masked, vocab, highest, temperature, border, equals, inverse, left_out, p_chances,
-                    num_chances, position, choice, key_low, key_high, DRAFTED, MASK, TILE,
-                )  # fmt: skip
+                result = first_of_row(row, border, equals, residual, noise, DRAFTED, MASK, TILE)
             result = tl.where(result == NO_TOKEN, draft, result)  # no weight is left: the distributions are equal
     tl.store(p_out + i_row, tl.where(usable, result, failure).to(tl.int64))
 
 
-_verify = Variant(verify_kernel, TILE=VERIFY_TILE, num_warps=1, num_stages=1, enable_fp_fusion=False)
+_verify = Variant(verify_kernel, **_VERIFY_OPTIONS)
 
 
 def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
@@ -319,7 +306,7 @@ class _Variants(NamedTuple):
 
 @functools.cache
 def _variants(table: Split, mask: int, has_rows: bool, drafted: bool) -> _Variants:
-    common = tile_constants(table, mask) | launch_options(table)
+    common = row_options(table, mask)
     return _Variants(
         Variant(survey_kernel, **common),
         Variant(weigh_kernel, HAS_ROWS=has_rows, **common),
@@ -329,48 +316,21 @@ def _variants(table: Split, mask: int, has_rows: bool, drafted: bool) -> _Varian
 
 
 _SHAPES = (128256, 49152, 256000, 1000)
-_VERIFY_SIGNATURE = {
-    "p_token_ids": "*i64",
-    "p_drafts": "*i64",
-    "p_cu_rows": "*i32",
-    "p_kept": "*u8",
-    "p_num_accepted": "*i32",
-    "num_requests": "i32",
-    "num_rows": "i32",
-    "TILE": "constexpr",
-}
-_DRAFTS_SIGNATURE = {"p_drafts": "*i64", "p_drafted": "*fp32", "drafted_stride": "i32", "p_drafted_rows": "*i64"}
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return every variant at Llama's vocabulary, and those of mixed batches at other vocabularies."""
-    verification = Compilation(
-        kernel="verify",
-        configuration="",
-        function=verify_kernel,
-        signature=_VERIFY_SIGNATURE,
-        constants={"TILE": VERIFY_TILE},
-        num_warps=1,
-        num_stages=1,
-        enable_fp_fusion=False,
-        unaligned=frozenset(_VERIFY_VARYING["do_not_specialize_on_alignment"]),
-    )
-    masks = [(vocab, mask) for vocab in _SHAPES for mask in ((0, 2) if vocab == _SHAPES[0] else (2,))]
-    return [verification, *(found for vocab, mask in masks for found in _compilations(target, vocab, mask))]
-
-
-def _compilations(target: Target, vocab: int, mask: int) -> list[Compilation]:
-    filtering = _FILTERING | {"p_out": "*fp32", "num_splits": "i32"}
-    rejection = _REJECTION | _DRAFTS_SIGNATURE | {"p_out": "*i64", "num_splits": "i32"}
-    what, table = f"vocab={vocab} mask={mask}", table_of(vocab, target)
-    return [
-        row_compilation("weigh", what, weigh_kernel, WEIGHING, table, mask, HAS_ROWS=True),
-        row_compilation("probabilities", what, probabilities_kernel, filtering, table, mask, HAS_ROWS=True),
-        *(
-            row_compilation(
-                "reject", f"{what} drafted={drafted}", reject_kernel, rejection, table, mask, _DRAFTED,
-                HAS_ROWS=True, DRAFTED=drafted,
-            )
-            for drafted in (True, False)
-        ),
-    ]  # fmt: skip
+    types = {"p_token_ids p_drafts": "*i64", "p_cu_rows p_num_accepted": "*i32", "p_kept": "*u8"}
+    unaligned = _VERIFY_VARYING["do_not_specialize_on_alignment"]
+    found = [Compilation("verify", "", verify_kernel, types, _VERIFY_OPTIONS, unaligned=unaligned)]
+    rows = {"HAS_ROWS": True}
+    kernels: list[tuple[str, str, Any, dict[str, Any]]] = [
+        ("weigh", "", weigh_kernel, rows),
+        ("probabilities", "", probabilities_kernel, rows),
+        ("reject", " drafted=True", reject_kernel, rows | {"DRAFTED": True}),
+        ("reject", " drafted=False", reject_kernel, rows | {"DRAFTED": False}),
+    ]
+    for vocab in _SHAPES:
+        for mask in (0, 2) if vocab == _SHAPES[0] else (2,):
+            found += row_compilations(target, mask, vocab, kernels)
+    return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -90,8 +88,8 @@ def append_kernel(p_state, p_packed, p_token_ids, num_sampled, APPEND_AT: tl.con
     tl.store(p_state + o_word, tl.maximum(b_id, 0).to(tl.int32), mask=mask)
 
 
-def _constants(layout: StepLayout) -> dict[str, int]:
-    """Return the constants of step_inputs_kernel except its tile."""
+def _step_options(layout: StepLayout) -> dict[str, int]:
+    """Return the constants and launch options of step_inputs_kernel."""
     fields: dict[str, Field] = {
         "TABLES_AT": layout.tables,
         "STARTS_AT": layout.starts,
@@ -107,7 +105,16 @@ def _constants(layout: StepLayout) -> dict[str, int]:
         "NUM_GROUPS": layout.num_groups,
         "MAX_ROWS": layout.max_num_seqs,
         "MAX_TOKENS": layout.max_num_tokens,
+        **_tile_options(TOKEN_TILE, TOKEN_WARPS),
     }
+
+
+def _append_options(layout: StepLayout) -> dict[str, int]:
+    return {"APPEND_AT": layout.append_at.at, **_tile_options(APPEND_TILE, 1)}
+
+
+def _tile_options(tile: int, num_warps: int) -> dict[str, int]:
+    return {"TILE": tile, "num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
 
 
 class TritonStepOps:
@@ -115,21 +122,9 @@ class TritonStepOps:
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._buffers = buffers
-        self._apply_diffs = Variant(apply_diffs_kernel, TILE=DIFF_TILE, num_warps=DIFF_WARPS, enable_fp_fusion=False)
-        self._step_inputs = Variant(
-            step_inputs_kernel,
-            **_constants(buffers.layout),
-            TILE=TOKEN_TILE,
-            num_warps=TOKEN_WARPS,
-            enable_fp_fusion=False,
-        )
-        self._append = Variant(
-            append_kernel,
-            APPEND_AT=buffers.layout.append_at.at,
-            TILE=APPEND_TILE,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        self._apply_diffs = Variant(apply_diffs_kernel, **_tile_options(DIFF_TILE, DIFF_WARPS))
+        self._step_inputs = Variant(step_inputs_kernel, **_step_options(buffers.layout))
+        self._append = Variant(append_kernel, **_append_options(buffers.layout))
 
     def apply_diffs(self, at: int, num_segments: int, longest: int) -> None:
         """Apply packed changes to the state. See reference.py."""
@@ -154,30 +149,19 @@ def compilations(target: Target) -> list[Compilation]:
     """Return the three kernels for two layouts, one of a server with 256 rows of 131072 tokens."""
     layout = StepLayout(256, 8192, 131073, 1, 8192, 16, 1344)
     groups = StepLayout(64, 2048, 8193, 2, 512, 16, 1344)
-
-    def compilation(name: str, what: str, function: Any, warps: int, signature: str, **constants: int) -> Compilation:
-        types = dict(part.split(":") for part in signature.split())
-        types |= dict.fromkeys(constants, "constexpr")
-        return Compilation(
-            name, what, function, types, constants, num_warps=warps, num_stages=1, enable_fp_fusion=False
+    state = {"p_state p_packed": "*i32"}
+    steps = [
+        Compilation(
+            "step_inputs",
+            f"groups={one.num_groups} page={one.page_size}",
+            step_inputs_kernel,
+            state | {"p_outputs": "*i32"},
+            _step_options(one),
         )
-
-    step = "p_state:*i32 p_packed:*i32 p_outputs:*i32 num_columns:i32"
-    append = "p_state:*i32 p_packed:*i32 p_token_ids:*i64 num_sampled:i32"
-    diffs = "p_state:*i32 p_packed:*i32 segments_at:i32"
+        for one in (layout, groups)
+    ]
     return [
-        *(
-            compilation(
-                "step_inputs",
-                f"groups={one.num_groups} page={one.page_size}",
-                step_inputs_kernel,
-                TOKEN_WARPS,
-                step,
-                **_constants(one),
-                TILE=TOKEN_TILE,
-            )
-            for one in (layout, groups)
-        ),
-        compilation("apply_diffs", "", apply_diffs_kernel, DIFF_WARPS, diffs, TILE=DIFF_TILE),
-        compilation("append", "", append_kernel, 1, append, APPEND_AT=layout.append_at.at, TILE=APPEND_TILE),
+        *steps,
+        Compilation("apply_diffs", "", apply_diffs_kernel, state, _tile_options(DIFF_TILE, DIFF_WARPS)),
+        Compilation("append", "", append_kernel, state | {"p_token_ids": "*i64"}, _append_options(layout)),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -10,8 +11,8 @@ import triton.language as tl
 
 from kernels.common.triton.arithmetic import rounded
 from kernels.common.triton.compilations import Compilation, Product, Target
-from kernels.common.triton.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
-from kernels.common.triton.launch import INTERPRETED, NAMED_TYPES, Variant, product_type
+from kernels.common.triton.integer_codes import CODE_BLOCK, CODE_STEP, USES_ASSEMBLY, decode_integers, group_of_slot
+from kernels.common.triton.launch import NAMED_TYPES, Variant, product_type
 from kernels.ops.weight_values.layout import PackedWeight, group_constant
 
 _COLUMNS = 64  # output features of a program
@@ -79,46 +80,39 @@ def values_of(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -
 
 @functools.cache
 def _variant(bits: int, group: int, has_minimum: bool, dtype: torch.dtype) -> Variant:
-    return Variant(
-        dequantize_kernel,
-        BITS=bits,
-        GROUP=group_constant(group),
-        HAS_MINIMUM=has_minimum,
-        BLOCK_N=_COLUMNS,
-        PRODUCT=product_type(dtype),
-        ASM=not (INTERPRETED or torch.version.hip is not None),
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+    return Variant(dequantize_kernel, **_options(bits, group, has_minimum, product_type(dtype), USES_ASSEMBLY))
+
+
+def _options(bits: int, group: int, has_minimum: bool, product: Any, asm: bool) -> dict[str, Any]:
+    return {
+        "BITS": bits,
+        "GROUP": group_constant(group),
+        "HAS_MINIMUM": has_minimum,
+        "BLOCK_N": _COLUMNS,
+        "PRODUCT": product,
+        "ASM": asm,
+        "num_warps": 4,
+        "num_stages": 1,
+        "enable_fp_fusion": True,
+    }
+
+
+COMPILED_PRODUCTS: tuple[Product, ...] = ("bf16", "fp16")
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Return every configuration of the table."""
-    products: tuple[Product, ...] = ("bf16", "fp16")
     return [
-        _compilation(bits, group, has_minimum, product, target == "gfx942")
-        for product in products
+        Compilation(
+            "dequantize_kernel",
+            f"{product} int{bits} g={group}" + " has_minimum" * has_minimum,
+            dequantize_kernel,
+            {"p_words": "*i16" if bits == 4 else "*u8", "p_scales p_minimums": "*fp16", "p_out": f"*{product}"},
+            _options(bits, group, has_minimum, NAMED_TYPES[product], target != "gfx942"),
+            multiples=("num_out", "num_in"),
+        )
+        for product in COMPILED_PRODUCTS
         for bits in (4, 8)
         for group in (128, 64, 32)
         for has_minimum in (False, True)
     ]
-
-
-def _compilation(bits: int, group: int, has_minimum: bool, product: Product, amd: bool) -> Compilation:
-    signature = {"p_words": "*i16" if bits == 4 else "*u8", "p_scales": "*fp16", "p_minimums": "*fp16"}
-    signature |= {"p_out": f"*{product}"}
-    signature |= dict.fromkeys(("first_out", "num_out", "last_out", "num_in", "group_blocks"), "i32")
-    constants = {"BITS": bits, "GROUP": group, "HAS_MINIMUM": has_minimum, "BLOCK_N": _COLUMNS}
-    every = constants | {"PRODUCT": NAMED_TYPES[product], "ASM": not amd}
-    return Compilation(
-        kernel="dequantize_kernel",
-        configuration=f"{product} int{bits} g={group}" + " has_minimum" * has_minimum,
-        function=dequantize_kernel,
-        signature=signature | dict.fromkeys(every, "constexpr"),
-        constants=every,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=True,
-        multiples=frozenset({"num_out", "num_in"}),
-    )
