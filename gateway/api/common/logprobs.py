@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from shared.messages import TokenLogprobs
@@ -13,21 +15,21 @@ LEAST_LOGPROB = -9999.0
 TokenBytes = Callable[[int], bytes]
 
 
+@dataclass(frozen=True, slots=True)
 class TokenNames:
     """Names of tokens in log-probabilities: their text, or `token_id:N`.
 
-    Args:
+    Attributes:
         token_bytes: Function that returns the bytes of a token id.
         as_token_ids: True for `token_id:N`.
     """
 
-    def __init__(self, token_bytes: TokenBytes, *, as_token_ids: bool = False) -> None:
-        self.token_bytes = token_bytes
-        self._as_token_ids = as_token_ids
+    token_bytes: TokenBytes
+    as_token_ids: bool = False
 
     def name(self, token_id: int) -> str:
         """Return the name of a token."""
-        return f"token_id:{token_id}" if self._as_token_ids else token_string(self.token_bytes(token_id))
+        return f"token_id:{token_id}" if self.as_token_ids else token_string(self.token_bytes(token_id))
 
 
 def token_string(data: bytes) -> str:
@@ -72,23 +74,17 @@ def prompt_logprobs(
 
     Half a million of them take a second: call it in a thread if there are LARGE_REPORT entries or more.
     """
-    strings: dict[int, str] = {}
 
+    @cache
     def text_of(token_id: int) -> str:
-        text = strings.get(token_id)
-        if text is None:
-            text = strings[token_id] = token_string(token_bytes(token_id))
-        return text
+        return token_string(token_bytes(token_id))
 
     return [None if entry.logprob is None else _prompt_entry(entry, num_shown, text_of) for entry in entries]
 
 
 def _prompt_entry(entry: TokenLogprobs, num_shown: int, text_of: Callable[[int], str]) -> dict[str, Any]:
-    ranked = [
-        (token_id, logprob, rank)
-        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
-    ]
-    shown = {token_id: (logprob, rank) for token_id, logprob, rank in ranked[:num_shown]}
+    top = zip(entry.top_ids[:num_shown], entry.top_logprobs[:num_shown], strict=True)
+    shown = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(top, 1)}
     shown.setdefault(entry.token_id, (entry.logprob or 0.0, entry.rank))
     return {
         str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of(token_id)}
@@ -132,7 +128,7 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _alternatives(self, entry: TokenLogprobs, num_shown: int, token: str, logprob: float) -> dict[str, float]:
-        ranked = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:num_shown]
-        result = {self._names.name(token_id): finite(value) for token_id, value in ranked}
+        top = zip(entry.top_ids[:num_shown], entry.top_logprobs[:num_shown], strict=True)
+        result = {self._names.name(token_id): finite(value) for token_id, value in top}
         result.setdefault(token, finite(logprob))
         return result

@@ -10,6 +10,7 @@ from gateway.api.common.fields import (
     PlacedToolField,
     ToolChoiceField,
     ToolField,
+    check_choice,
     check_num_entries,
     invalid,
     missing,
@@ -100,8 +101,7 @@ def _allowed(
     place = "tool_choice.allowed_tools"
     if allowed is None:
         raise missing(place)
-    if allowed.mode not in ("auto", "required"):
-        raise invalid(f"{place}.mode", 'must be "auto" or "required".')
+    check_choice(f"{place}.mode", allowed.mode, ("auto", "required"))
     if not allowed.tools:
         raise invalid(f"{place}.tools", "must not be empty.")
     names = set()
