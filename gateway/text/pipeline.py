@@ -67,6 +67,14 @@ class TextPipeline:
 
     Construct it in a thread, because that takes about 0.2 s.
 
+    Attributes:
+        template: Source of the chat template; None if there is no usable one.
+        template_variables: Variables that a request may set for the chat template: it reads them and the renderer does
+            not set them.
+        takes_documents: True if the chat template reads `documents`.
+        added_ids: Id by text of each added token.
+        special_ids: Ids that `skip_special_tokens` hides.
+
     Raises:
         ConfigurationError: The tokenizer cannot be used. An unusable template only makes the chat methods fail.
     """
@@ -84,31 +92,12 @@ class TextPipeline:
                 self._template = ChatTemplate(bundle.chat_template, bundle.special_tokens)
             except InvalidRequestError as error:
                 self._template_error = error.message
-
-    @property
-    def template_variables(self) -> frozenset[str]:
-        """Variables that a request may set for the chat template: it reads them and the renderer does not set them."""
-        return frozenset() if self._template is None else self._template.variables
-
-    @property
-    def template(self) -> str | None:
-        """Source of the chat template; None if there is no usable one."""
-        return None if self._template is None else self._template.source
-
-    @property
-    def takes_documents(self) -> bool:
-        """True if the chat template reads `documents`."""
-        return self._template is not None and "documents" in self._template.reads
-
-    @property
-    def added_ids(self) -> Mapping[str, int]:
-        """Id by text of each added token."""
-        return self._tokenizer.added_ids
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` hides."""
-        return self._token_bytes.special_ids
+        template = self._template
+        self.template = None if template is None else template.source
+        self.template_variables: frozenset[str] = frozenset() if template is None else template.variables
+        self.takes_documents = template is not None and "documents" in template.reads
+        self.added_ids: Mapping[str, int] = self._tokenizer.added_ids
+        self.special_ids = self._token_bytes.special_ids
 
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"

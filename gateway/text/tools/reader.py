@@ -181,12 +181,16 @@ class Message:
 
     White space around calls belongs to the syntax and is not content. Text after a call is separated from text before
     it by the white space that preceded the call, or else by that after it.
+
+    Attributes:
+        num_calls: Number of calls that have started.
+        num_complete: Number of calls that are complete.
     """
 
     def __init__(self, new_id: NewId) -> None:
         self.num_complete = 0
         self._new_id = new_id
-        self._num_calls = 0
+        self.num_calls = 0
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
@@ -214,11 +218,6 @@ class Message:
             self._has_content = True
         self._space.append(text[len(trimmed) :])
 
-    @property
-    def num_calls(self) -> int:
-        """Number of calls that have started."""
-        return self._num_calls
-
     def begin_call(self, name: str) -> None:
         """Begin a call of this function."""
         self._flush_arguments()
@@ -226,8 +225,8 @@ class Message:
             self._space = []
         self._space_after = []
         self._after_call = True
-        self._calls.append(ToolCallDelta(index=self._num_calls, id=self._new_id(), name=name))
-        self._num_calls += 1
+        self._calls.append(ToolCallDelta(index=self.num_calls, id=self._new_id(), name=name))
+        self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """Add text to the arguments of the last call."""
@@ -251,7 +250,7 @@ class Message:
         text = "".join(self._arguments)
         self._arguments.clear()
         if text:
-            self._calls.append(ToolCallDelta(index=self._num_calls - 1, arguments=text))
+            self._calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=text))
 
 
 class CallParser:
