@@ -251,6 +251,12 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
         pytest.fail("there is no lock")
 
 
+def test_second_supervisor_in_the_same_directory_is_refused(tmp_path):
+    with supervisor._lock(tmp_path), pytest.raises(ConfigurationError, match="another pelton serve is running in"):
+        with supervisor._lock(tmp_path):
+            pytest.fail("the lock was given twice")
+
+
 class _GatewayHandler(http.server.BaseHTTPRequestHandler):
     num_refusals = 2
 
