@@ -38,6 +38,10 @@ log = get_logger("gateway.cluster")
 class ModelEntry:
     """One served model: its names, its facts, its pipeline and its workers.
 
+    Attributes:
+        names: All names that clients may use, the canonical one first.
+        name: The canonical name.
+
     Raises:
         ConfigurationError: The worker asks for an unknown format.
     """
@@ -51,18 +55,10 @@ class ModelEntry:
             tool_call_parser=facts.tool_call_parser,
             reasoning_parser=facts.reasoning_parser,
         )
+        self.names: Sequence[str] = facts.model_names
+        self.name = self.names[0]
         self.workers: list[WorkerLink] = []
         self._first_facts = facts
-
-    @property
-    def name(self) -> str:
-        """Canonical name."""
-        return self._first_facts.model_names[0]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """All names that clients may use, the canonical one first."""
-        return self._first_facts.model_names
 
     @property
     def facts(self) -> WorkerFacts:
