@@ -172,9 +172,7 @@ class Bench:
             for load in engine_speculation.make_loads(self._files.bundle, length // 2)
             if load.name in options.speculation_loads
         ]
-        with engine_speculation.open_loops(
-            settings, self._files, self._decoder, self._sampling_ops(), options.draft
-        ) as loops:
+        with engine_speculation.open_loops(settings, self._files, self._decoder, self._sampling_ops()) as loops:
             return engine_speculation.measure(loops, loads, options.speculation_rounds)
 
     def _settings(self, max_num_seqs: int) -> WorkerSettings:
@@ -211,7 +209,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prefix-rounds", type=int, default=4, help="number of loads with and without the cache")
     p.add_argument("--speculation-loads", nargs="+", choices=engine_speculation.LOADS, default=engine_speculation.LOADS)
     p.add_argument("--speculation-rounds", type=int, default=5, help="rounds of each load, after two warm-up rounds")
-    p.add_argument("--draft", default="", help="draft model of part speculation; empty for n-gram lookup only")
     p.add_argument("--requests", type=int, default=20_000, help="number of requests of part memory")
     p.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
     return p

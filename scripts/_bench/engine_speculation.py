@@ -1,7 +1,7 @@
 """Part of bench_engine: gain of speculation where the output repeats the input, and its cost where it does not.
 
-Each load runs on an engine without drafts and on engines with drafts in turns, so that other load of the machine
-affects all of them. The engines share one model and run all loads, so that costs and acceptance rates learned in one
+Each load runs on an engine without drafts and on one with n-gram lookup in turns, so that other load of the machine
+affects both. The engines share one model and run all loads, so that costs and acceptance rates learned in one
 load are used in the next, as in a server.
 """
 
@@ -22,12 +22,10 @@ from scripts._distill.prompts import HELD_OUT, tokenize
 from shared.messages import Bundle
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
-from worker.executor.build import BuiltExecutor, make_runner
+from worker.executor.build import make_runner
 from worker.executor.device import Device
-from worker.executor.draft_files import open_draft
 from worker.executor.memory import KVPlan
-from worker.executor.models import Models, load_decoder
-from worker.executor.resolve import cache_directory
+from worker.executor.models import Models
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.parallel import ParallelContext
@@ -35,7 +33,6 @@ from worker.stats import Counters
 
 REPEATS_GOAL = Goal(1.6, form=".1f", unit="x")
 ORDINARY_GOAL = Goal(0.97, form=".2f", unit="x")
-OFF = "off"
 CONCURRENCY = 16
 OUTPUT = 128
 WARM_UPS = 2
@@ -99,7 +96,7 @@ class Load:
     together: bool = False
 
 
-Method = Literal["off", "ngram", "draft_model", "auto"]
+Method = Literal["off", "ngram"]
 LOADS = ("repeat", "predict", "chat", "chat16", "sampled16")
 
 
@@ -155,66 +152,44 @@ def run_load(loop: Loop, load: Load) -> LoadRun:
 
 @contextmanager
 def open_loops(
-    settings: WorkerSettings, files: ModelFiles, decoder: Decoder, ops: SamplingOps, draft: str
-) -> Iterator[dict[str, Loop]]:
-    """Open an engine per speculative method on one model: off, n-gram lookup and, given a draft model, it and both.
+    settings: WorkerSettings, files: ModelFiles, decoder: Decoder, ops: SamplingOps
+) -> Iterator[tuple[Loop, Loop]]:
+    """Open an engine with n-gram lookup and one without drafts on one model.
 
-    Args:
-        settings: Settings with max_model_len and num_kv_pages; the prefix cache is disabled.
-        files: Files of the target model.
-        decoder: Target model.
-        ops: Sampling kernels.
-        draft: Path of the draft model; empty for none.
+    The settings must have max_model_len and num_kv_pages; the prefix cache is disabled.
     """
-    methods: dict[str, Method] = {OFF: "off", "look-up": "ngram"}
-    if draft:
-        methods |= {"draft model": "draft_model", "both": "auto"}
-    plain = dataclasses.replace(settings, enable_prefix_caching=False)
-    drafting: Decoder | None = None
-    if draft:
-        chosen = dataclasses.replace(plain, speculative_method="auto", speculative_model=draft)
-        draft_files = open_draft(chosen, files, cache_directory(settings))
-        if draft_files is not None:
-            drafting = load_decoder(chosen, draft_files, decoder.device, ParallelContext())
-            draft_files.weights.close()
-    with ExitStack() as stack:
-        loops = {}
-        for name, method in methods.items():
-            chosen = dataclasses.replace(plain, speculative_method=method)
-            models = Models(decoder, ParallelContext(), drafting if method in ("draft_model", "auto") else None)
-            loops[name] = stack.enter_context(engine_loop(chosen, files, _executor(chosen, files, models, ops)))
-        yield loops
-
-
-def _executor(settings: WorkerSettings, files: ModelFiles, models: Models, ops: SamplingOps) -> BuiltExecutor:
     assert settings.max_model_len is not None
-    plan = KVPlan(settings.num_kv_pages, settings.max_model_len)
-    runner = make_runner(settings, models, plan, ops, Device())
-    return local_executor(settings, runner.launch, len(files.spec.kv_groups), runner.draft_max_len)
+    models = Models(decoder, ParallelContext(), None)
+    methods: tuple[Method, Method] = ("ngram", "off")
+    with ExitStack() as stack:
+        loops = []
+        for method in methods:
+            chosen = dataclasses.replace(settings, enable_prefix_caching=False, speculative_method=method)
+            runner = make_runner(chosen, models, KVPlan(chosen.num_kv_pages, settings.max_model_len), ops, Device())
+            built = local_executor(chosen, runner.launch, len(files.spec.kv_groups), runner.draft_max_len)
+            loops.append(stack.enter_context(engine_loop(chosen, files, built)))
+        yield loops[0], loops[1]
 
 
-def measure(loops: Mapping[str, Loop], loads: Sequence[Load], rounds: int) -> list[dict[str, Any]]:
-    """Run each load on all engines, print a line per engine with drafts, and return the figures for JSON."""
+def measure(loops: tuple[Loop, Loop], loads: Sequence[Load], rounds: int) -> list[dict[str, Any]]:
+    """Run each load with and without drafts, print a line for each, and return the figures for JSON."""
     print("\n" + HEADER)
     entries = []
     for load in loads:
-        runs: dict[str, list[LoadRun]] = {name: [] for name in loops}
+        runs: tuple[list[LoadRun], list[LoadRun]] = ([], [])
         for number in range(WARM_UPS + rounds):
             # Reverse the order every second round, because the first engine may be slower.
-            for name in list(loops)[:: -1 if number % 2 else 1]:
-                run = run_load(loops[name], load)
+            for index in (0, 1) if number % 2 else (1, 0):
+                run = run_load(loops[index], load)
                 if number >= WARM_UPS:
-                    runs[name].append(run)
-        for name in list(loops)[1:]:
-            entries.append(figures(load, name, runs[name], runs[OFF]))
-            print(line(entries[-1], load.goal), flush=True)
-    for name in list(loops)[1:]:
-        counters = loops[name].counters
-        print(f"acceptance by position, {name}: {by_position(counters)}")
+                    runs[index].append(run)
+        entries.append(figures(load, *runs))
+        print(line(entries[-1], load.goal), flush=True)
+    print(f"acceptance by position: {by_position(loops[0].counters)}")
     return entries
 
 
-def figures(load: Load, name: str, runs: Sequence[LoadRun], off: Sequence[LoadRun]) -> dict[str, Any]:
+def figures(load: Load, runs: Sequence[LoadRun], off: Sequence[LoadRun]) -> dict[str, Any]:
     """Return the figures of an engine, given its runs and the runs without drafts next to them."""
     ratio = statistics.median(run.speed / other.speed for run, other in zip(runs, off))
 
@@ -226,26 +201,24 @@ def figures(load: Load, name: str, runs: Sequence[LoadRun], off: Sequence[LoadRu
     return {
         "load": load.name,
         "title": load.title,
-        "method": name,
         "tokens_per_second": statistics.median(run.speed for run in runs),
         "tokens_per_second_off": statistics.median(run.speed for run in off),
         "ratio": ratio,
         "tokens_per_step": total("generation_tokens_total") / steps,
         "drafts_per_step": drafted / steps,
         "acceptance": total("spec_decode_num_accepted_tokens_total") / drafted if drafted else None,
-        "draft_model_share": total("spec_decode_draft_seconds_total") / sum(run.seconds for run in runs),
         "same_texts": sum(ours == theirs for ours, theirs in texts) / len(texts),
     } | load.goal.entry(ratio)
 
 
-HEADER = f"{'speculation':34}{'':12}{'tok/s':>7}{'off':>7}{'ratio':>8}{'tok/step':>10}{'drafts':>8}{'accepted':>10}"
+HEADER = f"{'speculation':34}{'tok/s':>7}{'off':>7}{'ratio':>8}{'tok/step':>10}{'drafts':>8}{'accepted':>10}"
 
 
 def line(entry: Mapping[str, Any], goal: Goal) -> str:
     """Return a line of the table."""
     accepted = "-" if entry["acceptance"] is None else f"{entry['acceptance']:.0%}"
     return (
-        f"{entry['title']:34}{entry['method']:12}{entry['tokens_per_second']:7.0f}{entry['tokens_per_second_off']:7.0f}"
+        f"{entry['title']:34}{entry['tokens_per_second']:7.0f}{entry['tokens_per_second_off']:7.0f}"
         f"{entry['ratio']:7.2f}x{entry['tokens_per_step']:10.2f}{entry['drafts_per_step']:8.2f}{accepted:>10}"
         f"  {entry['same_texts']:.0%} same texts ({goal.verdict(entry['ratio'])})"
     )

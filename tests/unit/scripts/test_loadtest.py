@@ -9,7 +9,7 @@ from scripts.loadtest import prompts, report
 from scripts.loadtest.bench import faster, gap_figures, report_load, report_single
 from scripts.loadtest.coordinator import LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Segment
-from scripts.loadtest.statistics import Distribution, GoodputError, parse_goodput, summarize
+from scripts.loadtest.statistics import GoodputError, parse_goodput, summarize
 from scripts.loadtest.traces import poisson, timed
 from tests.fakes.fake_openai_server import tokens_of
 
@@ -95,11 +95,6 @@ def test_empty_result_is_reported():
     summary = summarize(REQUESTS, LoadResult(num_offered=50, interrupted=True), {"tpot": 1.0})
     assert "interrupted" in report.render(summary)
     assert summary.goodput_share is None
-
-
-def test_percentiles_interpolate():
-    distribution = Distribution.of([float(i) for i in range(101)])
-    assert (distribution.p50, distribution.p90, distribution.p99, distribution.mean) == (50.0, 90.0, 99.0, 50.0)
 
 
 def test_goodput_bounds_are_parsed():
