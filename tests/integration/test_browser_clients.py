@@ -33,13 +33,13 @@ async def serving(handler) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def somebodys_page(request):
+async def empty_page(request):
     return web.Response(text="<!doctype html><link rel=icon href='data:,'>", content_type="text/html")
 
 
 async def test_fetch_reads_the_stream_of_a_post(page):
     async with (
-        serving(somebodys_page) as origin,
+        serving(empty_page) as origin,
         run_gateway(FakeGenerator(spell(TEXT)), cors_origins=[origin], keys=True) as gateway,
     ):
         await page.open(origin)
@@ -57,7 +57,7 @@ async def test_fetch_reads_the_stream_of_a_post(page):
 async def test_fetch_that_is_aborted_ends_the_generation(page):
     steps: list[Step] = [TextDelta(0, "Endless", [1]), asyncio.Event()]
     async with (
-        serving(somebodys_page) as origin,
+        serving(empty_page) as origin,
         run_gateway(FakeGenerator(lambda _: steps), cors_origins=[origin]) as gateway,
     ):
         await page.open(origin)
@@ -105,7 +105,7 @@ async def test_event_source_resumes_and_stops_at_the_end(page):
             return response
 
     async with (
-        serving(somebodys_page) as origin,
+        serving(empty_page) as origin,
         serving(cutting) as between,
         run_gateway(FakeGenerator(lambda _: steps), cors_origins=[origin]) as gateway,
     ):
@@ -135,7 +135,7 @@ async def test_event_source_resumes_and_stops_at_the_end(page):
 
 async def test_a_page_of_another_origin_gets_nothing(page):
     async with (
-        serving(somebodys_page) as origin,
+        serving(empty_page) as origin,
         run_gateway(FakeGenerator(spell(TEXT)), cors_origins=["https://page.example"]) as gateway,
     ):
         await page.open(origin)

@@ -21,7 +21,7 @@ from tests.fakes.fake_generator import (
     facts,
 )
 from tests.fakes.gateway_core import until
-from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
+from tests.fakes.http_gateway import USER_KEY, Gateway, run_gateway
 from tests.fakes.vectors import HIDDEN_SIZE, decoded, unit_vector, vector_of
 
 PATH = "/v1/embeddings"
@@ -226,19 +226,3 @@ async def test_a_disconnect_cancels_all_inputs():
         assert all(generation.cancelled for generation in gateway.generator.generations)
         (room,) = gateway.generator.reservations
         assert room.outcome is None and room.closed
-
-
-async def test_embeddings_are_aborted_by_the_request_id():
-    async with run_gateway(answering(lambda _: [60.0]), keys=True) as gateway:
-        headers = {"Authorization": f"Bearer {USER_KEY}"}
-        body = {"model": MODEL, "input": ["a"] * 20}
-        running = asyncio.create_task(gateway.post(PATH, body, **headers, **{"X-Request-ID": "mine"}))
-        await until(lambda: gateway.generator.live)
-        url = gateway.url + "/v1/requests/mine"
-        async with gateway.session.delete(url, headers={"Authorization": f"Bearer {OTHER_KEY}"}) as response:
-            assert response.status == 404
-        async with gateway.session.delete(url, headers=headers) as response:
-            assert response.status == 200
-        status, answer, _ = await running
-        assert status == 400 and answer["error"]["code"] == "request_aborted"
-        assert not gateway.generator.live and gateway.drain.num_in_flight == 0

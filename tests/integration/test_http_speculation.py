@@ -73,20 +73,20 @@ async def test_a_choice_that_ends_at_a_stop_string_has_its_counts(tmp_path: Path
 async def test_requests_as_the_worker_receives_them(tmp_path: Path, streams: bool) -> None:
     async with chat_gateway(tmp_path, TEXT, speculative_method="ngram") as (gateway, worker):
 
-        async def told(**fields: Any) -> Submit:
+        async def submitted(**fields: Any) -> Submit:
             await (usage_of_stream(gateway, **fields) if streams else ask(gateway, **fields))
             return worker.submits()[-1]
 
-        plain = await told()
+        plain = await submitted()
         assert (plain.speculative, plain.prediction) == (True, [])
-        assert not (await told(speculative={"enabled": False})).speculative
-        assert (await told(speculative={"enabled": True})).speculative
-        predicted = await told(**PREDICTION, n=2, logprobs=True, seed=5)
+        assert not (await submitted(speculative={"enabled": False})).speculative
+        assert (await submitted(speculative={"enabled": True})).speculative
+        predicted = await submitted(**PREDICTION, n=2, logprobs=True, seed=5)
         assert predicted.speculative and predicted.prediction == ids_of("The rain in Rome.")[:-1]
         # All other fields equal those without speculation.
         assert predicted.token_ids == plain.token_ids
         parts = [{"type": "text", "text": text} for text in ("The rain", " in Rome.")]
-        assert (await told(prediction={"type": "content", "content": parts})).prediction == predicted.prediction
+        assert (await submitted(prediction={"type": "content", "content": parts})).prediction == predicted.prediction
 
 
 async def test_speculation_requires_that_all_workers_draft(tmp_path: Path) -> None:

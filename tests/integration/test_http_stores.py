@@ -154,16 +154,6 @@ async def test_ended_requests_leave_no_objects(monkeypatch):
         assert len(asyncio.all_tasks()) <= tasks and not running.generator.live
 
 
-async def test_a_refused_stream_leaves_nothing():
-    streams = StreamStore(max_bytes=1 << 20, grace=60.0)
-    async with run_gateway(streams=streams) as gateway:
-        gateway.generator.submit_error = RateLimitError("Full.", retry_after=2.0)
-        for _ in range(3):
-            status, body, headers = await gateway.post("/v1/completions", RESUMABLE)
-            assert status == 429 and body["error"]["message"] == "Full." and headers["Retry-After"] == "2"
-        assert len(streams) == 0
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refused_background_response_evicts_nothing(stream):
     responses, streams = ResponseStore(max_bytes=10_000, time_to_live=60.0), StreamStore(max_bytes=1 << 20, grace=60.0)
@@ -301,7 +291,7 @@ async def test_a_shutdown_ends_background_responses(gateway):
         read += await reader.content.read()
     events = [orjson.loads(event.partition(b"data: ")[2]) for event in read.split(b"\n\n") if event]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[-1]["type"] == "response.failed", "readers are told what is kept"
+    assert events[-1]["type"] == "response.failed", "readers get the stored status"
     assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
     stored = orjson.loads(gateway.app[SERVICES].responses.get(made, b"").body)
     assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]

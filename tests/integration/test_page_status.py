@@ -120,8 +120,8 @@ async def asks_no_more(page):
 def has_moved(shown):
     """Return True if all streams have begun and continue."""
     begun = shown["latencies"]["Time to first token"][-1] == str(NUM_ENDLESS)
-    goes_on = float(shown["cards"]["Tokens/s"]) > 0 and shown["latencies"]["Inter-token latency"][-1] != "0"
-    return begun and goes_on and "L" in shown["chart"]
+    continues = float(shown["cards"]["Tokens/s"]) > 0 and shown["latencies"]["Inter-token latency"][-1] != "0"
+    return begun and continues and "L" in shown["chart"]
 
 
 async def test_status_under_load(page):

@@ -98,7 +98,7 @@ class Gateway:
 
     def receive(self) -> WorkerMessage:
         """Return the next message."""
-        assert self.socket.poll(PATIENCE_SECONDS * 1000), "the worker says nothing"
+        assert self.socket.poll(PATIENCE_SECONDS * 1000), "the worker sends nothing"
         message = decode_worker_message(self.socket.recv())
         if isinstance(message, Steps):
             self.sequence += 1
