@@ -109,7 +109,7 @@ def test_strings_are_searched_by_the_same_rule():
 @pytest.mark.parametrize("expression", ["(a+)+$", "(a|aa)+$", "(a|a)*b", "(x+x+)+y|a{1,200}b", ".*.*.*=.*b"])
 def test_the_time_is_linear(expression):
     # CVE-2025-48887, CVE-2026-55574
-    expect_linear(lambda length: scan([expression], ["a" * 100] * (length // 100)), 2000, 8000)
+    expect_linear(lambda length: scan([expression], ["a" * 100] * (length // 100)), 1000, 4000)
 
 
 @pytest.mark.parametrize(
