@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from shared.errors import InvalidRequestError
 from shared.messages import Finish, FinishReason
@@ -15,7 +14,7 @@ from shared.sampling_params import ThinkingBudget
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import EOS_TOKEN_ID, VOCAB_SIZE, generate
 from tests.fakes.fake_grammars import FakeGrammars, allows
-from tests.unit.worker.scheduler.test_random_faults import FaultWalk
+from tests.unit.worker.scheduler.test_random_faults import CONFIGURATIONS, FaultWalk
 from worker.plan import NOTHING_LEFT
 from worker.requests.constraint import Constraints
 from worker.requests.request import Status
@@ -90,16 +89,7 @@ def test_every_choice_with_a_grammar_ends_once_under_faults(seed, depth):
     assert walk.grammars.num_pending == 0
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    depth=st.sampled_from((1, 2, 3)),
-    num_pages=st.integers(16, 40),
-    num_groups=st.integers(1, 2),
-    max_num_seqs=st.integers(1, 8),
-    max_num_batched_tokens=st.integers(8, 64),
-    corruption=st.sampled_from((0.0, 0.0, 0.05)),
-    enable_prefix_caching=st.booleans(),
-)
+@given(**CONFIGURATIONS)
 def test_random_engine_configurations_survive_faults(seed, **options):
     GrammarWalk(seed, **options).run(12)
 

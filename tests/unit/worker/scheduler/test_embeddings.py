@@ -20,11 +20,6 @@ TEXT = {"ignore_eos": True, "max_tokens": 12}
 SALTS = (b"", b"", b"tenant")
 
 
-@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
-def depth(request):
-    return request.param
-
-
 @pytest.fixture(params=["last", "mean"])
 def pooling(request):
     return request.param

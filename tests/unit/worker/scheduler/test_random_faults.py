@@ -171,18 +171,21 @@ def test_fault_walks_reach_every_fault():
     }
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    depth=st.sampled_from((1, 2, 3)),
-    num_pages=st.integers(14, 40),
-    num_groups=st.integers(1, 2),
-    max_num_seqs=st.integers(1, 8),
-    max_num_batched_tokens=st.integers(8, 64),
-    corruption=st.sampled_from((0.0, 0.0, 0.05)),
-    enable_prefix_caching=st.booleans(),
-)
-def test_random_engine_configurations_survive_faults(seed, corruption, num_pages, **options):
-    FaultWalk(seed, corruption=corruption, num_pages=max(num_pages, 16), **options).run(12)
+CONFIGURATIONS = {
+    "seed": st.integers(0, 2**32),
+    "depth": st.sampled_from((1, 2, 3)),
+    "num_pages": st.integers(16, 40),
+    "num_groups": st.integers(1, 2),
+    "max_num_seqs": st.integers(1, 8),
+    "max_num_batched_tokens": st.integers(8, 64),
+    "corruption": st.sampled_from((0.0, 0.0, 0.05)),
+    "enable_prefix_caching": st.booleans(),
+}
+
+
+@given(**CONFIGURATIONS)
+def test_random_engine_configurations_survive_faults(seed, **options):
+    FaultWalk(seed, **options).run(12)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -112,15 +112,18 @@ def test_texts_equal_solo_texts_with_few_pages(seed, depth, num_groups):
     run_walk(seed, depth=depth, num_groups=num_groups, num_pages=24, max_num_seqs=6)
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    depth=st.sampled_from((1, 2, 3)),
-    num_pages=st.integers(24, 60),
-    page_size=st.sampled_from((1, 4, 16)),
-    max_num_seqs=st.integers(1, 8),
-    max_num_batched_tokens=st.integers(16, 64),
-    enable_prefix_caching=st.booleans(),
-)
+CONFIGURATIONS = {
+    "seed": st.integers(0, 2**32),
+    "depth": st.sampled_from((1, 2, 3)),
+    "num_pages": st.integers(24, 60),
+    "page_size": st.sampled_from((1, 4, 16)),
+    "max_num_seqs": st.integers(1, 8),
+    "max_num_batched_tokens": st.integers(16, 64),
+    "enable_prefix_caching": st.booleans(),
+}
+
+
+@given(**CONFIGURATIONS)
 def test_random_engine_configurations_give_the_same_texts(seed, page_size, num_pages, **options):
     # The cache holds as many tokens as the largest request has, for every page size.
     pages = max(num_pages, 96) if page_size == 1 else num_pages

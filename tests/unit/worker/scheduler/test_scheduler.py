@@ -14,11 +14,6 @@ PROMPT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 FREE_RUN = {"ignore_eos": True, "max_tokens": 8}
 
 
-@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
-def depth(request):
-    return request.param
-
-
 def test_long_prompts_are_computed_in_chunks(depth):
     harness = Harness(depth=depth, max_num_batched_tokens=16)
     submit = make_submit("a", [3 + index for index in range(50)], sampling=FREE_RUN)

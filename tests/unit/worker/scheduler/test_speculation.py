@@ -16,7 +16,7 @@ from tests.fakes.fake_executor import VOCAB_SIZE, generate
 from tests.fakes.fake_grammars import FakeGrammars
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
 from tests.unit.worker.scheduler.test_constraints import NINE, GrammarWalk, make_constraints
-from tests.unit.worker.scheduler.test_random_walks import run_walk
+from tests.unit.worker.scheduler.test_random_walks import CONFIGURATIONS, run_walk
 from worker.drafting.proposal import Proposal, Source
 from worker.plan import SampledToken, StepPlan
 from worker.scheduler.plan_builder import PlannedStep
@@ -59,17 +59,7 @@ def test_texts_with_drafts_equal_solo_texts(seed, num_pages, depth, draft_model,
     assert bool(drafting) == draft_model
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    skill=st.sampled_from((0.0, 0.7, 1.0)),
-    draft_model=st.booleans(),
-    depth=st.sampled_from((1, 2, 3)),
-    num_pages=st.integers(24, 60),
-    page_size=st.sampled_from((1, 4, 16)),
-    max_num_seqs=st.integers(1, 8),
-    max_num_batched_tokens=st.integers(16, 64),
-    enable_prefix_caching=st.booleans(),
-)
+@given(skill=st.sampled_from((0.0, 0.7, 1.0)), draft_model=st.booleans(), **CONFIGURATIONS)
 def test_random_engine_configurations_give_the_same_texts(seed, page_size, num_pages, **options):
     pages = max(num_pages, 96) if page_size == 1 else num_pages
     with pytest.MonkeyPatch.context() as monkeypatch:
