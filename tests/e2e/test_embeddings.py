@@ -48,24 +48,6 @@ def test_similar_texts_are_nearer_than_others(server: Server) -> None:
     assert [int(nearest) for nearest in likeness.argmax(axis=1)] == [index ^ 1 for index in range(len(TEXTS))]
 
 
-def test_token_ids_are_the_text_and_options_change_it(server: Server) -> None:
-    status, tokens = server.request("POST", "/tokenize", {"model": MODEL, "prompt": TEXTS[0]}, "sk-one")
-    assert status == 200
-    (by_ids,) = vectors(server, tokens["tokens"])
-    (by_text,) = vectors(server, TEXTS[0])
-    np.testing.assert_allclose(by_ids, by_text, atol=1e-4)
-    (mean,) = vectors(server, TEXTS[0], pooling="mean")
-    assert np.abs(mean - by_text).max() > 0.01
-    (raw,) = vectors(server, TEXTS[0], normalize=False)
-    np.testing.assert_allclose(raw / np.linalg.norm(raw), by_text, atol=1e-5)
-    (short,) = vectors(server, TEXTS[0], dimensions=64)
-    np.testing.assert_allclose(short, raw[:64] / np.linalg.norm(raw[:64]), atol=1e-5)
-    # The last token of a truncated text has another position and a shorter context.
-    (cut,) = vectors(server, TEXTS[0], truncate_prompt_tokens=4)
-    (cut_ids,) = vectors(server, tokens["tokens"][-4:])
-    np.testing.assert_allclose(cut, cut_ids, atol=1e-4)
-
-
 async def test_chat_goes_on_beside_a_large_batch(server: Server) -> None:
     async with server.async_client() as client:
         question = [{"role": "user", "content": "What is the capital of France?"}]

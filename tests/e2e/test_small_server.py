@@ -120,6 +120,18 @@ async def test_preempted_requests_give_the_same_texts_and_vectors(small: Server)
     await asyncio.to_thread(small.await_idle)
 
 
+def test_beams_that_do_not_fit_the_cache_are_those_of_a_large_one(small: Server, server: Server) -> None:
+    """Eight beams of 50 tokens run in groups, which recompute what was evicted."""
+    fields = {"prompt": "The best way to learn is", "max_tokens": 48, "ignore_eos": True, "return_token_ids": True}
+    found = []
+    for running, model in ((small, MODEL), (server, "SmolLM2-135M-Instruct")):
+        status, answer = _complete(running, model, use_beam_search=True, n=8, **fields)
+        assert status == 200, answer
+        found.append([choice["token_ids"] for choice in answer["choices"]])
+    assert found[0] == found[1] and len(found[0]) == 8
+    small.await_idle()
+
+
 async def _is_broken(client: openai.AsyncOpenAI, index: int, started: asyncio.Event) -> bool:
     """Return True if the stream broke before its end."""
     try:

@@ -19,21 +19,18 @@ MODEL = "SmolLM2-135M-Instruct"
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 ENDLESS = {"person_open", "recursion", "linked_list"}
 """Schemas that let a weak model continue up to max_tokens."""
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 30}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, (_, schema) in SCHEMAS.items()
     if schema.get("type") == "object" and name not in ENDLESS
 ]
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 NOW = {"type": "function", "function": {"name": "now"}}
 
 
 def ask(server: Server, question: str, **fields: Any) -> Any:
     body = {"model": MODEL, "temperature": 0.0, "max_tokens": 120, **fields}
     with server.client() as client:
-        answer = client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
-        return list(answer) if fields.get("stream") else answer.choices
+        return client.chat.completions.create(messages=[{"role": "user", "content": question}], **body).choices
 
 
 def ask_all(server: Server, questions: list[str], fields: list[dict[str, Any]]) -> list[Any]:
@@ -113,38 +110,3 @@ def test_enforced_calls_have_valid_arguments(server: Server, choice: str) -> Non
         assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
         assert choice == "required" or name == tools[0]["function"]["name"]
     assert len(called) > 2
-
-
-def test_a_stream_of_calls_is_the_same_message(server: Server) -> None:
-    tools = [WEATHER, NOW]
-    fields: dict[str, Any] = {"tools": tools, "tool_choice": "required", "temperature": 1.0, "seed": 7}
-    (whole,) = ask(server, "Oslo and Rome?", **fields)
-    chunks = [chunk.choices[0] for chunk in ask(server, "Oslo and Rome?", stream=True, **fields)]
-    calls: list[list[str]] = []
-    for call in [call for chunk in chunks for call in chunk.delta.tool_calls or []]:
-        if call.id is not None:
-            assert call.index == len(calls) and call.function.arguments == ""
-            calls.append([call.function.name, ""])
-        else:
-            calls[call.index][1] += call.function.arguments
-    assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
-    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [whole.finish_reason]
-    if whole.finish_reason == "tool_calls":
-        check_calls(whole, tools)
-
-
-def test_structured_content_beside_tools(server: Server) -> None:
-    """The message is an answer that follows response_format, or a valid call."""
-    form = schema_format(SCHEMAS["person"][1])
-    fields = [
-        {"tools": [WEATHER], "response_format": form, "temperature": 1.0, "seed": seed, "max_tokens": 200}
-        for seed in range(4)
-    ]
-    num_whole = 0
-    for (choice,) in ask_all(server, ["Who are you?"] * 4, fields):
-        if choice.message.tool_calls:
-            check_calls(choice, [WEATHER])
-        elif choice.finish_reason == "stop":
-            check(choice.message.content, SCHEMAS["person"][1])
-        num_whole += choice.finish_reason in ("stop", "tool_calls")
-    assert num_whole
