@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -200,36 +202,37 @@ def test_second_stop_ends_immediately(worker: Worker, how: str) -> None:
     assert ends(client, keys) == {(FinishReason.ERROR, "service_unavailable")}
 
 
-def test_stop_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def patient_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the loop in a thread, where it waits for an hour unless something wakes it, and stop it at the end."""
     monkeypatch.setattr(engine_module, "IDLE_WAIT_SECONDS", 3600.0)
     worker.transport.patient = True
     thread = threading.Thread(target=worker.engine.run, daemon=True)
     thread.start()
-    while not worker.transport.waits:
-        threading.Event().wait(0.001)
+    yield
     worker.engine.stop()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_stop_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with patient_loop(worker, monkeypatch):
+        while not worker.transport.waits:
+            threading.Event().wait(0.001)
 
 
 def test_message_at_start_of_idle_wait_wakes_the_loop(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a request sent while the loop starts to wait for an hour still wakes it."""
     clients = [worker.client(name) for name in (b"first", b"second")]
-    monkeypatch.setattr(engine_module, "IDLE_WAIT_SECONDS", 3600.0)
-    worker.transport.patient = True
-    thread = threading.Thread(target=worker.engine.run, daemon=True)
-    thread.start()
-    for number in range(300):
-        for client in clients:
-            client.submit(f"r{number}", max_tokens=1)
-            threading.Event().wait(number % 20 * 20e-6)
-        for client in clients:
-            while client.ended(f"r{number}") is None:
-                assert client.socket.poll(10_000), f"request {number} did not wake the loop"
-                client.read()
-    worker.engine.stop()
-    thread.join(30)
-    assert not thread.is_alive()
+    with patient_loop(worker, monkeypatch):
+        for number in range(100):
+            for client in clients:
+                client.submit(f"r{number}", max_tokens=1)
+                threading.Event().wait(number % 20 * 20e-6)
+            for client in clients:
+                while client.ended(f"r{number}") is None:
+                    assert client.socket.poll(10_000), f"request {number} did not wake the loop"
+                    client.read()
 
 
 def test_watchdog_is_notified_periodically(start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from tests.fakes.tiny_model import write_tiny_model
 from worker.executor.draft_files import check_draft, open_draft
 from worker.kv.geometry import KVGroupSpec
 from worker.model.loading.open_model import open_model
@@ -19,14 +18,9 @@ from worker.model.loading.open_model import open_model
 VOCAB = 263
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
-def target(folder):
-    files = open_model(str(folder), folder / "none")
+def target(tiny_folder):
+    files = open_model(str(tiny_folder), tiny_folder / "none")
     yield files
     files.weights.close()
 
@@ -110,12 +104,12 @@ def test_without_a_draft_model_none_is_opened(target, method, tmp_path):
     assert open_draft(settings(method=method), target, tmp_path) is None
 
 
-def test_contradicting_methods_and_models_are_rejected(target, folder, tmp_path):
+def test_contradicting_methods_and_models_are_rejected(target, tiny_folder, tmp_path):
     with pytest.raises(ConfigurationError, match="draft_model needs a --speculative-model"):
         open_draft(settings(method="draft_model"), target, tmp_path)
     for method in ("off", "ngram"):
         with pytest.raises(ConfigurationError, match=f"speculative-method {method} does not use a model"):
-            open_draft(settings(folder, method), target, tmp_path)
+            open_draft(settings(tiny_folder, method), target, tmp_path)
 
 
 def test_rejection_sampling_without_drafts_or_with_deterministic_is_rejected(target, tmp_path):
@@ -129,9 +123,9 @@ def test_rejection_sampling_without_drafts_or_with_deterministic_is_rejected(tar
 
 
 @pytest.mark.parametrize("method", ["draft_model", "auto"])
-def test_a_draft_is_opened_and_checked(target, folder, tmp_path, method):
+def test_a_draft_is_opened_and_checked(target, tiny_folder, tmp_path, method):
     small = tmp_path / "small"
-    shutil.copytree(folder, small)
+    shutil.copytree(tiny_folder, small)
     draft = open_draft(settings(small, method), target, tmp_path)
     assert draft is not None and draft.default_name == "small"
     draft.weights.close()

@@ -64,18 +64,22 @@ def make_spec(config: Any, rope: RopeSpec, **changes: Any) -> DecoderSpec:
     return DecoderSpec(**(fields | changes))
 
 
+@torch.no_grad()
+def randomized(model: Any) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.normal_(std=0.25)
+        if "norm" in name:
+            parameter.add_(1.0)
+    return model.eval()
+
+
 def make_pair(
     changes: dict[str, Any] | None = None, rope_kind: str = "none", **spec_changes: Any
 ) -> tuple[LlamaForCausalLM, DecoderSpec, MemoryWeights]:
     torch.manual_seed(0)
     hf_rope, own_rope = ROPES[rope_kind]
     config = LlamaConfig(**(BASE | (changes or {})), rope_parameters=hf_rope)
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.25)
-            if "norm" in name:
-                parameter.add_(1.0)
+    model = randomized(LlamaForCausalLM(config))
     rope = RopeSpec(theta=10000.0, rotary_dim=config.head_dim, kind=rope_kind, **own_rope)
     spec = make_spec(config, rope, **spec_changes)
     return model, spec, MemoryWeights.from_transformers(model)
@@ -146,12 +150,7 @@ def test_variants(changes: dict[str, Any], spec_changes: dict[str, Any]) -> None
 def test_query_and_key_norm() -> None:
     torch.manual_seed(1)
     config = Qwen3Config(**BASE, rope_parameters=ROPES["none"][0])
-    model = Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.25)
-            if "norm" in name:
-                parameter.add_(1.0)
+    model = randomized(Qwen3ForCausalLM(config))
     rope = RopeSpec(theta=10000.0, rotary_dim=32)
     spec = make_spec(config, rope, family="qwen3", qk_norm=True)
     ids = token_ids(40)
