@@ -104,10 +104,6 @@ async def test_roles_names_keys_and_variables_are_guarded_as_well(threads: TextT
     assert '"content": "é"' in pipeline.decode(ids, False)
 
 
-async def test_plain_prompts_may_contain_special_tokens(pipeline: TextPipeline) -> None:
-    assert await pipeline.encode("<|im_start|>") == [1]
-
-
 @pytest.mark.parametrize("add_bos", [True, False])
 async def test_beginning_of_text_is_prepended_once(threads: TextThreads, add_bos: bool) -> None:
     pipeline = TextPipeline(make_bundle(add_bos_token=add_bos), threads)
@@ -115,6 +111,8 @@ async def test_beginning_of_text_is_prepended_once(threads: TextThreads, add_bos
     assert await pipeline.encode("Stop") == ([0, *ids] if add_bos else ids)
     assert await pipeline.encode("<|endoftext|>Stop") == [0, *ids]
     assert await pipeline.encode("Stop", add_special_tokens=False) == ids
+    # Plain prompts may contain special tokens.
+    assert await pipeline.encode("<|im_start|>", add_special_tokens=False) == [1]
     template = "<|endoftext|>{{ messages[0].content }}"
     chat = TextPipeline(make_bundle(chat_template=template, add_bos_token=add_bos), threads)
     assert (await chat.encode_chat([{"role": "user", "content": "Stop"}])).ids == [0, *ids]
