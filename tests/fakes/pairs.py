@@ -30,6 +30,11 @@ def pairwise(ids: Ids = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
     return _parametrize(values, chosen, ids)
 
 
+def some(cases: Sequence[Any], *quick: int) -> list[Any]:
+    """Return the cases, of which only those with these indices are not slow."""
+    return [case if index in quick else slow(case) for index, case in enumerate(cases)]
+
+
 def slow(*values: Any) -> Any:
     """Return a slow case with these values."""
     return pytest.param(*values, marks=pytest.mark.slow)

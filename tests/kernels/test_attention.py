@@ -16,7 +16,7 @@ from kernels.ops.attention import cpu, reference
 from kernels.ops.attention.cases import CASES, Case, make_tensors
 from kernels.ops.attention.inputs import LayerConstants
 from kernels.ops.attention.kv_pages import key_cells, value_cells
-from tests.fakes.pairs import each_value, slow
+from tests.fakes.pairs import each_value, some
 from tests.kernels.helpers import name_of
 
 DTYPES = [
@@ -26,7 +26,7 @@ DTYPES = [
     (torch.float32, torch.bfloat16),
 ]
 needs_pairs = pytest.mark.skipif(not bf16.supported(), reason="the processor has no AVX512-BF16")
-# Every combination is a kernel to compile, so each size appears in only a few of them. The first ones have each size.
+# Every combination is a kernel to compile, so each size appears in only a few of them.
 GEOMETRIES = [
     Case(
         f"{group} queries per KV head of {dim}, pages of {page}",
@@ -78,7 +78,7 @@ def test_context_lengths(case: Case, dtypes: tuple[torch.dtype, torch.dtype]) ->
     check(case, *dtypes)
 
 
-@pytest.mark.parametrize("case", [*LIMITED, *CELL_GEOMETRIES[:2], *map(slow, CELL_GEOMETRIES[2:])], ids=name_of)
+@pytest.mark.parametrize("case", [*some(LIMITED, 0, 3, 5), *some(CELL_GEOMETRIES, 0)], ids=name_of)
 def test_geometries_windows_and_soft_caps(case: Case) -> None:
     check(case, torch.float32, torch.float32)
 
@@ -103,7 +103,7 @@ def test_context_lengths_with_paired_cells(case: Case, dtype: torch.dtype) -> No
 
 
 @needs_pairs
-@pytest.mark.parametrize("case", [*LIMITED, *GEOMETRIES[:3], *map(slow, GEOMETRIES[3:])], ids=name_of)
+@pytest.mark.parametrize("case", [*LIMITED, *some(GEOMETRIES, 1, 2)], ids=name_of)
 def test_geometries_windows_and_soft_caps_with_paired_cells(case: Case) -> None:
     check_pairs(case, torch.float32)
 

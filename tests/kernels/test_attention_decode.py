@@ -15,7 +15,7 @@ from kernels.ops.attention_decode.cases import CASES, Case, Tensors, make_tensor
 from kernels.ops.attention_decode.triton import attention_decode
 from kernels.ops.attention_work.inputs import DecodeScratch, make_scratch
 from kernels.ops.attention_work.triton import build_work
-from tests.fakes.pairs import each_value, slow
+from tests.fakes.pairs import each_value, slow, some
 
 
 def run(case: Case, tensors: Tensors) -> torch.Tensor:
@@ -48,7 +48,10 @@ def check(case: Case, device: torch.device) -> None:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Other tests have heads of 80 and 96; the last case has windows and sinks.
+@pytest.mark.parametrize(
+    "case", some(CASES, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17, 18, 20), ids=lambda case: case.name
+)
 def test_cases(case: Case, device: torch.device) -> None:
     """Check results, and that rows of prefill requests and of padding stay NaN."""
     check(case, device)
@@ -95,7 +98,7 @@ def test_reference_is_torch_attention() -> None:
     torch.testing.assert_close(expected(case, tensors), wanted.transpose(0, 1).reshape(3, -1))
 
 
-@pytest.mark.parametrize("scratch_rows", [64, 0])
+@pytest.mark.parametrize("scratch_rows", [64, slow(0)])
 def test_row_is_bitwise_equal_in_any_batch_and_scratch(scratch_rows: int, device: torch.device) -> None:
     """Compare a request alone, its splits merged from scratch, with the same request in a batch.
 

@@ -16,7 +16,7 @@ from kernels.ops.attention.inputs import AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
 from kernels.ops.attention.reference import attend, paged_attention, rotate_and_write
 from kernels.ops.attention_cascade.triton import members_per_tile
-from tests.fakes.pairs import each_value
+from tests.fakes.pairs import each_value, slow
 from tests.kernels.helpers import assert_same_bits, name_of
 
 FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
@@ -143,7 +143,7 @@ def test_small_scratch_gives_the_same_result(device: torch.device) -> None:
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize(("dtype", "kv_format"), [(torch.float32, "dense"), (torch.bfloat16, "fp8")])
+@pytest.mark.parametrize(("dtype", "kv_format"), [slow(torch.float32, "dense"), (torch.bfloat16, "fp8")])
 def test_deterministic_rows_are_bitwise_equal_in_any_batch_and_chunk(
     dtype: torch.dtype, kv_format: KVFormat, device: torch.device
 ) -> None:

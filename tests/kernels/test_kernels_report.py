@@ -151,6 +151,7 @@ def test_compiler_crash_is_reported_as_one_failure(monkeypatch: pytest.MonkeyPat
     compiler.close()
 
 
+@pytest.mark.slow  # scripts/test runs the report too
 def test_complete_run() -> None:
     """Run the report; the kernels are compiled in a separate process, also when tests are interpreted."""
     result = subprocess.run(

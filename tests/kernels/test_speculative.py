@@ -19,6 +19,7 @@ from kernels.ops.sampling.triton_splits import Split
 from kernels.ops.speculative import reference
 from kernels.ops.speculative.cases import CASES, make_rejection, make_verification
 from kernels.ops.speculative.reference import DraftInputs
+from tests.fakes.pairs import slow
 
 NAN = float("nan")
 
@@ -99,7 +100,7 @@ def test_rejection(case, ops):
     assert ((expected >= 0) & (expected < case.vocab_size)).all()
 
 
-@pytest.mark.parametrize("spread, step", [(0.3, 0.0), (1.5, 0.5)])
+@pytest.mark.parametrize("spread, step", [slow(0.3, 0.0), (1.5, 0.5)])
 def test_filter_borders_beyond_the_candidates_are_found(spread, step, monkeypatch, device):
     """Use many splits with few candidates, so that a small vocabulary exercises every path."""
     monkeypatch.setattr(triton_splits, "split", lambda vocab, num_lanes=32: Split(128, 2, 2, 16, 1))
@@ -175,7 +176,7 @@ def test_unusable_and_greedy_rows(ops):
     assert torch.equal(ops.reject(logits, greedy, drafts), logits.argmax(dim=-1))
 
 
-@pytest.mark.parametrize("vocab", [9, pytest.param(67, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab", [9, slow(67)])
 def test_ids_stay_inside_the_vocabulary(vocab, ops):
     """CVE-2026-54234: rows of zeros, NaN and infinities, in the target's logits and the drafts' distributions."""
     rows = [0.0, NAN, float("-inf"), float("inf"), -1e38]
