@@ -40,7 +40,7 @@ RESUMABLE = {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"
 async def small_gateway() -> AsyncIterator[Gateway]:
     """Run a gateway whose limits are reached at once."""
     responses = ResponseStore(max_bytes=200_000, time_to_live=60.0)
-    streams = StreamStore(max_bytes=200_000, grace=0.05)
+    streams = StreamStore(max_bytes=200_000, grace=1.0)
     async with run_gateway(responses=responses, streams=streams, max_requests=1000) as gateway:
         yield gateway
 
@@ -137,7 +137,7 @@ async def test_ended_requests_leave_no_objects(monkeypatch):
                     running.generator.script = spell("Hello")
                     await act(running, number)
             await until(lambda: not running.generator.live and not running.drain.num_in_flight)
-            await asyncio.sleep(0.1)  # the grace period and closing connections
+            await asyncio.sleep(1.1)  # the grace period and closing connections
             running.generator.generations.clear()
             running.models.entry.pipeline.messages.clear()
             running.models.entry.pipeline.template_kwargs.clear()
