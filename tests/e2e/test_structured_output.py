@@ -19,12 +19,12 @@ MODEL = "SmolLM2-135M-Instruct"
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 ENDLESS = {"person_open", "recursion", "linked_list"}
 """Schemas that let a weak model continue up to max_tokens."""
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, (_, schema) in SCHEMAS.items()
     if schema.get("type") == "object" and name not in ENDLESS
 ]
-NOW = {"type": "function", "function": {"name": "now"}}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 
 
 def ask(server: Server, question: str, **fields: Any) -> Any:
@@ -92,7 +92,9 @@ def test_structured_outputs_are_followed(server: Server) -> None:
 
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_enforced_calls_have_valid_arguments(server: Server, choice: str) -> None:
-    sets = [[tool, TOOLS[index - 1], NOW] for index, tool in enumerate(TOOLS)][0 if choice == "required" else 3 :: 6]
+    sets: list[list[dict[str, Any]]] = [[tool, TOOLS[index - 1], NOW] for index, tool in enumerate(TOOLS)][
+        0 if choice == "required" else 3 :: 6
+    ]
     fields = [
         {
             "tools": tools,
