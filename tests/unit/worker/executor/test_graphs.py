@@ -112,7 +112,7 @@ def test_the_idle_loop_captures_all_sizes_in_order_and_then_returns_false():
     graphs.choose(9)
     while graphs.capture_next():
         pass
-    assert [size for size in dict.fromkeys(model.runs)] == [16, 1, 2, 4, 8]
+    assert list(dict.fromkeys(model.runs)) == [16, 1, 2, 4, 8]
     assert run(graphs, model, list(range(9))) == 16
     assert run(graphs, model, [3]) == 1
 
@@ -140,7 +140,7 @@ def test_exhausted_memory_stops_capturing_and_keeps_existing_graphs():
     graphs = make(model)
     while graphs.capture_next():
         pass
-    assert [size for size in dict.fromkeys(model.runs)] == [1, 2, 4]
+    assert list(dict.fromkeys(model.runs)) == [1, 2, 4]
     assert graphs.num_captured == 2
     assert run(graphs, model, [3, 4]) == 2
     assert run(graphs, model, [3, 4, 5, 6, 7]) is None
