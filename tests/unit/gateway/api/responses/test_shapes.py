@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -31,7 +32,13 @@ DELTAS = [
 ]
 
 
-def encoder_of(*, may_call: bool = True, logprobs: bool = False, packs_reasoning: bool = False) -> ResponseEvents:
+def encoder_of(
+    *,
+    may_call: bool = True,
+    logprobs: bool = False,
+    packs_reasoning: bool = False,
+    on_change: Callable[[Any], None] = lambda _: None,
+) -> ResponseEvents:
     """Return an encoder for a response to one word."""
     head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     names = TokenNames(lambda token_id: bytes([token_id])) if logprobs else None
@@ -42,7 +49,7 @@ def encoder_of(*, may_call: bool = True, logprobs: bool = False, packs_reasoning
         may_call=may_call,
         packs_reasoning=packs_reasoning,
         gateway_index=0,
-        on_change=lambda _: None,
+        on_change=on_change,
     )
 
 
@@ -127,17 +134,8 @@ def test_only_messages_have_log_probabilities():
 
 
 def test_failure_keeps_the_output():
-    head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     states: list[str] = []
-    encoder = ResponseEvents(
-        head,
-        Tally(1),
-        None,
-        may_call=False,
-        packs_reasoning=False,
-        gateway_index=0,
-        on_change=lambda response: states.append(response["status"]),
-    )
+    encoder = encoder_of(may_call=False, on_change=lambda response: states.append(response["status"]))
     encoder.encode(0, 0, TextDelta(0, "Hel", [1]))
     last = encoder.failed(RateLimitError("Too many.", retry_after=1.0)).split(b"\n\n")[-2]
     response = orjson.loads(last.partition(b"data: ")[2])["response"]
