@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.model_files import WeightSource
 from worker.quant.raw_weight import RawWeight
 from worker.quant.select import LinearScheme
+
+Scheme = TypeVar("Scheme", bound=LinearScheme)
 
 _HF_NAMES = {
     "self_attn.q_proj": "q",
@@ -57,9 +59,7 @@ class MemoryWeights(WeightSource):
         pass
 
 
-def load_scheme(
-    scheme: LinearScheme, raws: Sequence[RawWeight], orders: Sequence[torch.Tensor | None] = ()
-) -> LinearScheme:
+def load_scheme(scheme: Scheme, raws: Sequence[RawWeight], orders: Sequence[torch.Tensor | None] = ()) -> Scheme:
     """Load the concatenated parts of a layer, each with its rows in the given order, and return the scheme."""
     scheme.create_weights(sum(raw.shape[0] for raw in raws), raws[0].shape[1])
     start = 0
