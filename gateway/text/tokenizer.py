@@ -15,7 +15,7 @@ from shared.errors import ConfigurationError, ContextLengthError, PayloadTooLarg
 from shared.messages import Bundle
 
 MAX_TEXT_BYTES = 16_777_216
-_LONG_TEXT_BYTES = 524_288
+_LONG_TEXT_BYTES = 2_097_152
 _LONG_TOKEN_BYTES = 16
 """Maximum number of bytes per token, and of a text with few tokens.
 
