@@ -156,7 +156,7 @@ def test_a_storm_of_disconnects_leaves_nothing(server: Server) -> None:
 
 
 def test_the_log_has_no_error_and_no_secret(server: Server) -> None:
-    """The last test, because it is about the requests of all others."""
+    """The last test of this file, because it is about the requests of all others."""
     log = server.log()
     assert f"Pelton serves {MODEL} at http://127.0.0.1:{server.port}" in log
     assert "Traceback" not in log and '"level":"error"' not in log
