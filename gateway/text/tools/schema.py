@@ -1,7 +1,7 @@
 """JSON schemas of tools' arguments: validation, and conversion to expressions of a grammar.
 
-The library jsonschema does not do for the validation: its metaschemas refuse schemas that clients send and that a grammar
-can be made of, and a check takes 5 to 20 times as long.
+The library jsonschema does not do for the validation: its metaschemas refuse schemas that clients send and from which
+a grammar can be made, and a check takes 5 to 20 times as long.
 """
 
 from __future__ import annotations
