@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,9 @@ GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
 def pack(values: np.ndarray, bits: int, places: list[int]) -> np.ndarray:
     """[n, m] codes -> [n, m * bits / 32] int32; value j of a word lies at places[j], lowest first."""
-    count = 32 // bits
-    words = np.zeros((values.shape[0], values.shape[1] // count), dtype=np.uint64)
-    for row in range(values.shape[0]):
-        for column in range(values.shape[1]):
-            word, j = divmod(column, count)
-            words[row, word] |= np.uint64(int(values[row, column]) << (bits * places[j]))
-    return words.astype(np.uint32).view(np.int32)
+    words = values.reshape(values.shape[0], -1, 32 // bits).astype(np.uint64)
+    shifts = bits * np.array(places, dtype=np.uint64)
+    return np.bitwise_or.reduce(words << shifts, axis=2).astype(np.uint32).view(np.int32)
 
 
 class Made:
@@ -38,10 +35,8 @@ class Made:
         self.codes = rng.integers(0, 1 << bits, (out, num_in))
         self.zeros = rng.integers(1, 1 << bits, (out, groups))
         self.scales = rng.uniform(0.002, 0.02, (out, groups)).astype(np.float16)
-        self.group_of = np.arange(num_in) // group
-        if shuffled:
-            self.group_of = rng.permutation(self.group_of)
-        of = self.group_of
+        in_order = np.arange(num_in) // group
+        self.group_of = of = rng.permutation(in_order) if shuffled else in_order
         self.values = torch.from_numpy((self.codes - self.zeros[:, of]) * self.scales[:, of].astype(np.float32)).float()
 
     def gptq(self, bits: int, offset: int) -> dict[str, np.ndarray]:
@@ -55,11 +50,8 @@ class Made:
 
     def awq(self) -> dict[str, np.ndarray]:
         places = [0, 4, 1, 5, 2, 6, 3, 7]
-        return {
-            "qweight": pack(self.codes.T, 4, places),
-            "qzeros": pack(self.zeros.T, 4, places),
-            "scales": self.scales.T,
-        }
+        codes, zeros = (pack(values.T, 4, places) for values in (self.codes, self.zeros))
+        return {"qweight": codes, "qzeros": zeros, "scales": self.scales.T}
 
 
 def write(
@@ -99,9 +91,10 @@ def check_slices(files: ModelFiles, values: dict[str, torch.Tensor], kept: bool 
     assert not q.zero_rows(3).dequantize(torch.float32).any()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("version", [None, "gptq", "gptq_v2"])
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "version", "shuffled"),
+    [(4, None, False), (8, "gptq", True), (4, "gptq_v2", True), (8, "gptq_v2", False)],
+)
 def test_gptq(tmp_path: Path, bits: int, version: str | None, shuffled: bool) -> None:
     config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": shuffled}
     if version:
@@ -132,13 +125,9 @@ def test_awq(tmp_path: Path) -> None:
     check_slices(files, values)
 
 
-def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path: Path) -> None:
+def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
     write(tmp_path / "m", GPTQ, lambda made: {**made.gptq(4, 1), "bias": np.zeros(made.codes.shape[0], np.float16)})
     assert "layers.0.q.bias" not in opened(tmp_path / "m").weights
-    with edited(tmp_path / "m") as tensors:
-        tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
-    with pytest.raises(ModelFileError, match=r"up_proj\.bias is not known"):
-        opened(tmp_path / "m")
 
 
 def test_modules_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
@@ -168,9 +157,8 @@ def test_modules_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     write(tmp_path / "m", {**GPTQ, **changes}, lambda made: made.gptq(4, 1))
-    with pytest.raises(ModelFileError) as caught:
+    with pytest.raises(ModelFileError, match=re.escape(message)):
         opened(tmp_path / "m")
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -178,45 +166,22 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
     [
         ("qzeros", None, "q_proj.qzeros is missing"),
         ("scales", torch.ones(2, 64, dtype=torch.int32), "q_proj.scales has the type I32"),
+        ("scales", torch.full((2, 64), float("nan")).half(), "q_proj.scales holds nan; finite scales are needed"),
+        ("scales", torch.full((2, 64), float("-inf")).half(), "q_proj.scales holds -inf; finite scales are needed"),
         ("qweight", torch.ones(9, 64, dtype=torch.int32), "inputs are not a whole number of groups of 32"),
         ("qweight", torch.ones(8, dtype=torch.int32), "not a packed matrix"),
         ("g_idx", torch.ones(9, dtype=torch.int32), "g_idx has the shape (9,)"),
+        ("g_idx", torch.ones(64, dtype=torch.int32), "g_idx does not name groups of 32 inputs each"),
+        ("bias", torch.ones(64), "q_proj.bias is not known"),
+        ("weight", torch.ones(64, 64), "q_proj.weight is present both quantized and unquantized"),
     ],
 )
 def test_wrong_tensors_are_named(tmp_path: Path, leaf: str, value: torch.Tensor | None, message: str) -> None:
     write(tmp_path / "m", GPTQ, lambda made: made.gptq(4, 1))
     with edited(tmp_path / "m") as tensors:
         name = f"model.layers.0.self_attn.q_proj.{leaf}"
-        tensors.pop(name)
+        tensors.pop(name, None)
         if value is not None:
             tensors[name] = value
-    with pytest.raises(ModelFileError) as caught:
-        opened(tmp_path / "m")
-    assert message in str(caught.value)
-
-
-def test_groups_of_unequal_size_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "m", GPTQ, lambda made: made.gptq(4, 1))
-    with edited(tmp_path / "m") as tensors:
-        tensors["model.layers.0.self_attn.q_proj.g_idx"][0] = 1
-    with pytest.raises(ModelFileError, match="g_idx does not name groups of 32 inputs each"):
+    with pytest.raises(ModelFileError, match=re.escape(message)):
         opened(tmp_path / "m").weights.get("layers.0.q.weight")
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, method: str, value: float) -> None:
-    config = {"quant_method": method, "bits": 4, "group_size": 32}
-    write(tmp_path / "m", config, lambda made: made.gptq(4, 1) if method == "gptq" else made.awq())
-    with edited(tmp_path / "m") as tensors:
-        tensors["model.layers.0.self_attn.q_proj.scales"][1, 3] = value
-    with pytest.raises(ModelFileError, match=rf"q_proj.scales holds {value}; finite scales are needed"):
-        opened(tmp_path / "m").weights.get("layers.0.q.weight")
-
-
-def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "m", GPTQ, lambda made: made.gptq(4, 1))
-    with edited(tmp_path / "m") as tensors:
-        tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(64, 64)
-    with pytest.raises(ModelFileError, match=r"q_proj\.weight is present both quantized and unquantized"):
-        opened(tmp_path / "m")
