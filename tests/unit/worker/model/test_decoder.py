@@ -34,19 +34,13 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "none": ({"rope_type": "default", "rope_theta": 10000.0}, {}),
-    "dynamic": (
-        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-        {"factor": 4.0, "original_max_position": 64},
-    ),
-}
-
-
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+OWN_DYNAMIC_ROPE = RopeSpec(theta=10000.0, rotary_dim=32, kind="dynamic", factor=4.0, original_max_position=64)
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
 
-def make_spec(config: Any, rope: RopeSpec, **changes: Any) -> DecoderSpec:
+def make_spec(config: Any, **changes: Any) -> DecoderSpec:
     fields: dict[str, Any] = {
         "family": "llama",
         "num_layers": config.num_hidden_layers,
@@ -58,7 +52,7 @@ def make_spec(config: Any, rope: RopeSpec, **changes: Any) -> DecoderSpec:
         "vocab_size": config.vocab_size,
         "max_position": MAX_LEN,
         "norm_eps": config.rms_norm_eps,
-        "rope": rope,
+        "rope": RopeSpec(theta=10000.0, rotary_dim=config.head_dim),
         "tie_word_embeddings": config.tie_word_embeddings,
     }
     return DecoderSpec(**(fields | changes))
@@ -74,14 +68,12 @@ def randomized(model: Any) -> Any:
 
 
 def make_pair(
-    changes: dict[str, Any] | None = None, rope_kind: str = "none", **spec_changes: Any
+    changes: dict[str, Any] | None = None, **spec_changes: Any
 ) -> tuple[LlamaForCausalLM, DecoderSpec, MemoryWeights]:
     torch.manual_seed(0)
-    hf_rope, own_rope = ROPES[rope_kind]
-    config = LlamaConfig(**(BASE | (changes or {})), rope_parameters=hf_rope)
+    config = LlamaConfig(**(BASE | {"rope_parameters": PLAIN_ROPE} | (changes or {})))
     model = randomized(LlamaForCausalLM(config))
-    rope = RopeSpec(theta=10000.0, rotary_dim=config.head_dim, kind=rope_kind, **own_rope)
-    spec = make_spec(config, rope, **spec_changes)
+    spec = make_spec(config, **spec_changes)
     return model, spec, MemoryWeights.from_transformers(model)
 
 
@@ -121,11 +113,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual - expected).abs().max() < 1e-4 * max(1.0, float(scale))
 
 
-@pytest.mark.parametrize("rope_kind", list(ROPES))
-def test_rope_scalings_beyond_the_original_context(rope_kind: str) -> None:
-    model, spec, weights = make_pair(rope_kind=rope_kind)
-    ids = token_ids(MAX_LEN)
-    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, [MAX_LEN]), expected_logits(model, ids))
+def check(model: Any, spec: DecoderSpec, weights: MemoryWeights, chunks: list[int]) -> None:
+    """Compare the logits of a text that is computed in chunks of the given sizes."""
+    ids = token_ids(sum(chunks))
+    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
 
 
 @pytest.mark.parametrize(
@@ -138,31 +129,24 @@ def test_rope_scalings_beyond_the_original_context(rope_kind: str) -> None:
         ({"hidden_size": 72, "head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, {}),
         ({"head_dim": 128, "num_attention_heads": 8}, {}),
         ({"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu_tanh"}),
+        ({"rope_parameters": DYNAMIC_ROPE}, {"rope": OWN_DYNAMIC_ROPE}),
     ],
-    ids=["tied", "biases", "mha", "mqa", "odd-heads", "wide-heads", "gelu"],
+    ids=["tied", "biases", "mha", "mqa", "odd-heads", "wide-heads", "gelu", "dynamic-rope"],
 )
 def test_variants(changes: dict[str, Any], spec_changes: dict[str, Any]) -> None:
-    model, spec, weights = make_pair(changes, **spec_changes)
-    ids = token_ids(45)
-    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, [45]), expected_logits(model, ids))
+    check(*make_pair(changes, **spec_changes), [MAX_LEN if "rope" in spec_changes else 45])
 
 
 def test_query_and_key_norm() -> None:
     torch.manual_seed(1)
-    config = Qwen3Config(**BASE, rope_parameters=ROPES["none"][0])
+    config = Qwen3Config(**BASE, rope_parameters=PLAIN_ROPE)
     model = randomized(Qwen3ForCausalLM(config))
-    rope = RopeSpec(theta=10000.0, rotary_dim=32)
-    spec = make_spec(config, rope, family="qwen3", qk_norm=True)
-    ids = token_ids(40)
-    decoder = make_decoder(spec, MemoryWeights.from_transformers(model))
-    assert_close(run_chunks(decoder, spec, ids, [20, 20]), expected_logits(model, ids))
+    check(model, make_spec(config, family="qwen3", qk_norm=True), MemoryWeights.from_transformers(model), [20, 20])
 
 
-@pytest.mark.parametrize("chunks", [[100], [1] * 100, [33, 1, 1, 40, 25], [16, 48, 36]])
+@pytest.mark.parametrize("chunks", [[1] * 100, [33, 1, 1, 40, 25], [16, 48, 36]], ids=str)
 def test_chunks_and_decode_equal_the_whole(chunks: list[int]) -> None:
-    model, spec, weights = make_pair()
-    ids = token_ids(100)
-    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
+    check(*make_pair(), chunks)
 
 
 @pytest.mark.parametrize("chunks", [[100], [33, 1, 1, 40, 25]])
@@ -172,9 +156,7 @@ def test_fallback_ops_and_weights_equal_reference(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device)
     )
-    model, spec, weights = make_pair({"attention_bias": True, "mlp_bias": True}, **BIASES)
-    ids = token_ids(100)
-    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
+    check(*make_pair({"attention_bias": True, "mlp_bias": True}, **BIASES), chunks)
 
 
 def test_interleaved_weights_are_permuted() -> None:

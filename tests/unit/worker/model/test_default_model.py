@@ -1,4 +1,4 @@
-"""Default model compared with transformers in float32, with weights dequantized by the gguf package."""
+"""Default model compared with transformers in float32, which dequantizes the weights with the gguf package."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any, Literal
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kernels.backends.select import sampling_ops
 from kernels.common.cpu import bf16
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.weights import make_batch
-from tests.unit.worker.model.loading.reference import reference_model
 from worker.executor.build import make_runner
 from worker.executor.device import Device
 from worker.executor.executor import LocalExecutor
@@ -21,10 +23,11 @@ from worker.executor.memory import KVPlan
 from worker.executor.models import Models
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
-from worker.model.loading.model_files import ModelFiles
+from worker.model.loading import ModelFiles, default_model_path
 from worker.parallel import ParallelContext
 
 PAGE = 16
+pytestmark = pytest.mark.timeout(300)
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about rain.",
@@ -32,26 +35,23 @@ QUESTIONS = [
     "List three prime numbers.",
     "Translate 'good morning' to Spanish.",
     "Why is the sky blue?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Hamlet?",
-    "What does HTTP stand for?",
-    "Name a large river in Africa.",
     "Write a Python function that adds two numbers.",
-    "How do vaccines work?",
     "What is 12 times 12?",
-    "Describe the taste of an apple.",
-    "Tell me a joke about cats.",
-    "What are the seasons?",
-    "How far away is the moon?",
-    "Summarize the plot of Cinderella.",
-    "What is a neural network?",
-    "Suggest a name for a boat.",
 ]
 
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return reference_model()
+    """Return LlamaForCausalLM in float32; this takes some seconds and a GB."""
+    path = default_model_path()
+    config = LlamaConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]}, assign=True)
+    # Buffers of a model made on "meta" have no values; the rope table is made again.
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +70,9 @@ def decoder(files: ModelFiles) -> Decoder:
     return make_decoder(files, torch.float32)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("num_prompts", "num_tokens"), [(4, 12), pytest.param(len(QUESTIONS), 64, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_prompts", "num_tokens"), [(4, 12), pytest.param(8, 64, marks=pytest.mark.slow)])
 def test_logits_and_greedy_tokens(
-    files: ModelFiles,
-    decoder: Decoder,
-    reference: Any,
-    prompts: list[list[int]],
-    num_prompts: int,
-    num_tokens: int,
+    files: ModelFiles, decoder: Decoder, reference: Any, prompts: list[list[int]], num_prompts: int, num_tokens: int
 ) -> None:
     """Compute prompts in chunks of two sizes, then decode them together; each token must be transformers' choice."""
     prompts = prompts[:num_prompts]
@@ -108,14 +100,9 @@ def test_logits_and_greedy_tokens(
         assert (torch.stack(rows) - wanted).abs().max() < 1e-3
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_embeddings(
-    files: ModelFiles,
-    decoder: Decoder,
-    reference: Any,
-    prompts: list[list[int]],
-    dtype: Literal["float32", "bfloat16"],
+    files: ModelFiles, decoder: Decoder, reference: Any, prompts: list[list[int]], dtype: Literal["float32", "bfloat16"]
 ) -> None:
     """Compare both poolings, computed by scheduler and runner in concurrent chunks, with transformers' last states."""
     if dtype == "bfloat16":

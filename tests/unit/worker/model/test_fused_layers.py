@@ -1,12 +1,16 @@
-"""Fused layers of the default model compared with separate ops and with float32."""
+"""Fused layers of the default model compared with separate ops and float32, and processors that cannot fuse them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernels.common.cpu.bf16 import supported
+from kernels.common.cpu import bf16
+from kernels.ops.linear_panels import cpu as linear_panels
+from shared.errors import ConfigurationError
+from shared.settings import WorkerSettings
 from tests.fakes.weights import make_batch
+from worker.executor.resolve import resolve_kv_dtype
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
@@ -15,22 +19,15 @@ PAGE = 16
 PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712] * 4
 SMALL_STEPS = [1, 2, 3, 8, 16, 17, 25]
 
-pytestmark = [
-    pytest.mark.skipif(not supported(), reason="the processor has no AVX512-BF16"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.timeout(300)
+needs_bf16 = pytest.mark.skipif(not bf16.supported(), reason="the processor has no AVX512-BF16")
 
 
 def make_decoder(
     files: ModelFiles, dtype: torch.dtype, kv_dtype: torch.dtype, *, deterministic: bool = False
 ) -> tuple[Decoder, KVStorage]:
     decoder = Decoder(
-        files.spec,
-        files.weights,
-        dtype=dtype,
-        device="cpu",
-        max_model_len=256,
-        deterministic=deterministic,
+        files.spec, files.weights, dtype=dtype, device="cpu", max_model_len=256, deterministic=deterministic
     )
     return decoder, KVStorage(files.spec, 16, PAGE, kv_dtype, "cpu")
 
@@ -67,6 +64,7 @@ def unfused(decoder: Decoder, files: ModelFiles) -> dict[torch.dtype, torch.Tens
     return {kind: decode(decoder, KVStorage(files.spec, 16, PAGE, kind, "cpu"), SMALL_STEPS) for kind in kinds}
 
 
+@needs_bf16
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
 def test_all_step_sizes_are_close_to_float32(
     files: ModelFiles,
@@ -86,6 +84,7 @@ def test_all_step_sizes_are_close_to_float32(
     assert divergence(decode(decoder, kv, [len(PROMPT)]), exact) < 3e-3
 
 
+@needs_bf16
 def test_deterministic_tokens_are_bitwise_equal_in_every_step(files: ModelFiles) -> None:
     decoder, kv = make_decoder(files, torch.bfloat16, torch.bfloat16, deterministic=True)
     decoder.fuse_layers(kv)
@@ -101,3 +100,21 @@ def test_unsupported_layers_are_not_fused(exact_model: tuple[Decoder, KVStorage]
     before = decode(decoder, kv, [4, 68])
     decoder.fuse_layers(kv)
     assert torch.equal(decode(decoder, kv, [4, 68]), before)
+
+
+def test_model_without_avx512_bf16_is_close_to_float32(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a processor without AVX512-BF16, where layers are not fused and deterministic mode is refused."""
+    monkeypatch.setattr(bf16, "supported", lambda: False)
+    monkeypatch.setattr(linear_panels, "processor_supported", lambda: False)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        kv_dtype = resolve_kv_dtype(WorkerSettings(), torch.device("cpu"), dtype)
+        assert kv_dtype is torch.float32
+        decoder, kv = make_decoder(files, dtype, kv_dtype)
+        decoder.fuse_layers(kv)
+        # A large step, a small step and a one-token step.
+        found.append(decode(decoder, kv, [len(PROMPT) - 6, 5, 1]))
+    exact, ours = found
+    assert 0 < divergence(ours, exact) < 3e-3
+    with pytest.raises(ConfigurationError, match="AVX512-BF16"):
+        make_decoder(files, torch.bfloat16, kv_dtype, deterministic=True)

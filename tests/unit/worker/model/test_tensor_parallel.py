@@ -43,8 +43,7 @@ class ThreadRank(ParallelContext):
         return torch.cat(self.group.share(self.tp_rank, tensor), dim=-1)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("size", "tied"), [(2, True), (4, False)])
 def test_ranks_together_equal_single_rank(size: int, tied: bool) -> None:
     changes = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": tied}
     _, spec, weights = make_pair(changes, **BIASES)
@@ -59,14 +58,7 @@ def test_ranks_together_equal_single_rank(size: int, tied: bool) -> None:
 
     def run(rank: int) -> list[torch.Tensor]:
         parallel = ThreadRank(tp_rank=rank, tp_size=size, group=exchange)
-        decoder = Decoder(
-            spec,
-            weights,
-            dtype=torch.float32,
-            device="cpu",
-            parallel=parallel,
-            max_model_len=MAX_LEN,
-        )
+        decoder = Decoder(spec, weights, dtype=torch.float32, device="cpu", parallel=parallel, max_model_len=MAX_LEN)
         part = KVStorage(spec, 5, PAGE, torch.float32, "cpu", parallel)
         return [decoder.forward(step, part) for step in steps]
 
