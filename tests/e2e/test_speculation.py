@@ -1,6 +1,6 @@
-"""The default model with and without drafts gives the same tokens for 50 prompts with every draft source.
+"""The default model with and without drafts gives the same tokens for prompts of many kinds with every draft source.
 
-Runs in float32, where the values of a row do not depend on other rows.
+Runs in float32, where a row does not depend on other rows. Tests of the worker use a tiny model and more modes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from scripts._distill.prompts import tokenize
 from shared.messages import FinishReason, Submit
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
-from tests.e2e.speculation_prompts import PROMPTS
 from worker.drafting.proposal import Proposal
 from worker.executor.build import make_runner
 from worker.executor.device import Device
@@ -39,7 +38,25 @@ from worker.scheduler.speculator import SpeculationConfig
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
-LENGTH = 24
+CODE = "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\nprint(add(3, 4))\nprint(add(5, 6))"
+ROWS = '[{"id": 1, "name": "Ann"}, {"id": 2, "name": "Bob"}, {"id": 3, "name": "Cid"}]'
+LETTER = "Dear Sir, your parcel has arrived at the station. Please bring this letter and your passport."
+PROMPTS = (
+    f"Copy this code:\n{CODE}",
+    "What is the capital of Australia?",
+    f"Correct the spelling: {LETTER.replace('arrived', 'arived')}",
+    "Count from 1 to 20.",
+    "Write a haiku about autumn.",
+    f"Sort these by name: {ROWS}",
+    "Zähle auf Deutsch von eins bis zehn.",
+    "1+1=2, 2+2=4, 3+3=6, 4+4=",
+    f"Rename add to plus in this code:\n{CODE}",
+    "日本語で「ありがとう」と三回書いてください。",
+    "word word word word word word word word",
+    'Write a JSON object with "name" and "age".',
+)
+"""The requested text may be part of the prompt or not."""
+LENGTH = 16
 MAX_LEN = 160
 MAX_DRAFTS = 3
 DRAFT_LAYERS = 3
@@ -55,12 +72,12 @@ SETTINGS = WorkerSettings(
     num_speculative_tokens=MAX_DRAFTS,
     speculative_method="auto",
 )
-GREEDY = [SamplingParams(temperature=0.0, max_tokens=LENGTH)] * len(PROMPTS)
-NUM_SAMPLED = 16
-"""Number of sampled prompts, spread over all kinds; the other prompts have empty texts."""
-SAMPLED = [
-    SamplingParams(temperature=(0.7, 1.3)[i % 2], top_p=0.9, seed=i, max_tokens=LENGTH) for i in range(NUM_SAMPLED)
-]
+SAMPLING = {
+    "greedy": [SamplingParams(temperature=0.0, max_tokens=LENGTH)] * len(PROMPTS),
+    "sampled": [
+        SamplingParams(temperature=(0.7, 1.3)[i % 2], top_p=0.9, seed=i, max_tokens=LENGTH) for i in range(len(PROMPTS))
+    ],
+}
 
 Texts = list[list[int]]
 
@@ -79,8 +96,8 @@ class World:
         self._ops: SamplingOps = sampling_ops(torch.device("cpu"), torch.get_num_threads(), self._files.spec.vocab_size)
         self._ops.compile_usual()
         self.target = self._load(self._files.spec.num_layers)
-        prompts = tokenize(PROMPTS, self._files.bundle, MAX_LEN - LENGTH)
-        self.prompts = [prompts[i * 3 % len(prompts)] for i in range(len(prompts))]
+        self._texts: dict[str, Texts] = {}
+        self.prompts = tokenize(PROMPTS, self._files.bundle, MAX_LEN - LENGTH)
 
     def _load(self, num_layers: int) -> Decoder:
         spec = self._files.spec
@@ -95,15 +112,11 @@ class World:
         """The first layers of the target."""
         return self._load(DRAFT_LAYERS)
 
-    @functools.cached_property
-    def greedy(self) -> Texts:
-        """Texts without drafts."""
-        return Engine(self).texts(GREEDY)
-
-    @functools.cached_property
-    def sampled(self) -> Texts:
-        """Texts without drafts at temperatures of 0.7 and 1.3."""
-        return Engine(self).texts(SAMPLED)
+    def texts(self, name: str) -> Texts:
+        """Return the texts without drafts, which are computed once."""
+        if name not in self._texts:
+            self._texts[name] = Engine(self).texts(SAMPLING[name])
+        return self._texts[name]
 
     def scheduler(self, draft: Decoder | None, look_up: bool) -> tuple[Scheduler, Callable]:
         """Return a scheduler; without draft model and lookup, drafts come from predictions only, or there are none."""
@@ -186,10 +199,10 @@ def verify_all(proposals: Sequence[Proposal | None], room: int, *_: object) -> l
 
 
 def predictions(texts: Texts) -> Texts:
-    """Return predictions: one in three is correct, one has every other token correct, one is wrong."""
-    half = [[token if i % 2 else token + 1 for i, token in enumerate(text)] for text in texts]
+    """Return predictions: one in three is correct, one has a wrong token in four, one is wrong."""
+    partly = [[token + (i % 4 == 3) for i, token in enumerate(text)] for text in texts]
     wrong = [[(token + 7) % 1000 for token in text] for text in texts]
-    return [kinds[i % 3] for i, kinds in enumerate(zip(texts, half, wrong))]
+    return [kinds[i % 3] for i, kinds in enumerate(zip(texts, partly, wrong))]
 
 
 @pytest.fixture(scope="module")
@@ -198,46 +211,39 @@ def world():
 
 
 def different(texts: Texts, others: Texts) -> dict[str, tuple[list[int], list[int]]]:
-    return {PROMPTS[i * 3 % len(PROMPTS)]: pair for i, pair in enumerate(zip(texts, others)) if pair[0] != pair[1]}
+    return {prompt: pair for prompt, *pair in zip(PROMPTS, texts, others, strict=True) if pair[0] != pair[1]}
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", SAMPLING)
 def test_look_ups_and_predictions_change_nothing(name, world):
     """All drafts are verified: correct and wrong predictions of clients, and lookups in the text."""
-    plain = getattr(world, name)
+    plain = world.texts(name)
     engine = Engine(world, look_up=name == "sampled", forced=True)
-    assert different(engine.texts(GREEDY if name == "greedy" else SAMPLED, predictions(plain)), plain) == {}
+    assert different(engine.texts(SAMPLING[name], predictions(plain)), plain) == {}
     assert 0.2 < engine.acceptance < 0.98
-    assert engine.counters.spec_decode_num_draft_tokens_total > 100
+    assert engine.counters.spec_decode_num_draft_tokens_total > 30
 
 
-def test_look_ups_alone_change_nothing(world):
-    engine = Engine(world, look_up=True, forced=True)
-    assert different(engine.texts(GREEDY), world.greedy) == {}
-    assert 0.1 < engine.acceptance < 0.95
-
-
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_draft_model_changes_nothing(name, world):
     engine = Engine(world, draft=world.draft, forced=True)
-    assert different(engine.texts(GREEDY if name == "greedy" else SAMPLED), getattr(world, name)) == {}
-    assert engine.counters.spec_decode_num_draft_tokens_total > 200
+    assert different(engine.texts(SAMPLING[name]), world.texts(name)) == {}
+    assert engine.counters.spec_decode_num_draft_tokens_total > 60
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
-def test_a_draft_model_that_is_the_target_changes_nothing_and_is_right(name, world):
+def test_a_draft_model_that_is_the_target_changes_nothing_and_is_right(world):
     engine = Engine(world, draft=world.target, forced=True)
-    texts = engine.texts((GREEDY if name == "greedy" else SAMPLED)[:NUM_SAMPLED])[:NUM_SAMPLED]
-    assert different(texts, getattr(world, name)[:NUM_SAMPLED]) == {}
+    texts = engine.texts(SAMPLING["sampled"])
+    assert different(texts, world.texts("sampled")) == {}
     counters = engine.counters
     num_rejected = counters.spec_decode_num_draft_tokens_total - counters.spec_decode_num_accepted_tokens_total
     # Only drafts after the end of a text remain.
-    assert num_rejected < MAX_DRAFTS * sum(len(text) < LENGTH for text in texts)
+    assert num_rejected <= MAX_DRAFTS * sum(len(text) < LENGTH for text in texts)
     assert engine.acceptance > 0.97
 
 
 def test_the_policy_changes_nothing(world):
     engine = Engine(world, look_up=True, draft=world.draft)
-    assert different(engine.texts(GREEDY, predictions(world.greedy)), world.greedy) == {}
-    assert different(engine.texts(SAMPLED, predictions(world.sampled)), world.sampled) == {}
-    assert engine.counters.spec_decode_num_draft_tokens_total > 50
+    for name, params in SAMPLING.items():
+        assert different(engine.texts(params, predictions(world.texts(name))), world.texts(name)) == {}
+    assert engine.counters.spec_decode_num_draft_tokens_total > 10
