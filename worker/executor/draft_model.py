@@ -20,7 +20,7 @@ from worker.executor.pending_step import Arrival
 from worker.executor.request_rows import RequestRows
 from worker.model.forward_batch import ForwardBatch
 from worker.plan import DraftedRow, DraftedTokens, ScheduledTokens, StepPlan, StepResult
-from worker.sampling.sampled_rows import Needs, SampledRows
+from worker.sampling.sampled_rows import SampledRows, SamplingFeature
 from worker.sampling.sampler import Sampler
 
 
@@ -95,8 +95,8 @@ class DraftModel(GraphRunner):
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
         if batch is None:
             raise ValueError("a step of the draft model has no rows")
-        if num_proposed and Needs.PENALTY in sampled.listed:
-            index = sampled.listed[Needs.PENALTY].index
+        if num_proposed and SamplingFeature.PENALTY in sampled.by_feature:
+            index = sampled.by_feature[SamplingFeature.PENALTY].index
             rows, positions = sampled.device_rows.index_select(0, index), sampled.positions.index_select(0, index)
             sampled = replace(sampled, proposed=self._rows.tokens_before(rows, positions, num_proposed))
         if size is not None and self._graphs is not None:
@@ -105,7 +105,7 @@ class DraftModel(GraphRunner):
             hidden = self._hidden_states(batch)
         proposed = [self._propose(hidden, sampled)] if len(sampled.rows) else []
         passed = Arrival(self._device.download(proposed))
-        self._rows.hold(passed)
+        self._rows.reserve_until(passed)
         return passed
 
     def _choose_graphs(self, wanted: list[list[ScheduledTokens]]) -> list[int | None]:
@@ -136,7 +136,7 @@ class DraftModel(GraphRunner):
         Rows with extended filters have none; their drafts are verified like drafts that were not sampled.
         """
         distributions = self._rows.distributions
-        if distributions is None or sampled.needs & Needs.EXTENDED:
+        if distributions is None or sampled.features & SamplingFeature.EXTENDED:
             return
         found = self._sampler.distributions(logits, sampled)
         if found is not None:

@@ -22,7 +22,7 @@ import torch
 
 from shared.log import get_logger
 from worker.executor.device import CaptureError, Device, Graph, OutOfMemory
-from worker.sampling.sampled_rows import Needs, SampledRows
+from worker.sampling.sampled_rows import SampledRows, SamplingFeature
 
 _log = get_logger("worker.executor")
 
@@ -32,14 +32,14 @@ _REQUESTS_BEFORE_CAPTURE = 2
 _MAX_PADDING = 4
 """Ratio up to which a larger graph is used for a size that is not captured yet."""
 _MAX_SAMPLER_GRAPHS = 128
-_CAPTURED_NEEDS = Needs.NOISE | Needs.FILTER
+_CAPTURED_FEATURES = SamplingFeature.NOISE | SamplingFeature.FILTER
 
 
 class SamplerKey(NamedTuple):
     """Key of a sampler graph: number of requests, and the sampling features of all rows combined."""
 
     size: int
-    needs: Needs
+    features: SamplingFeature
 
 
 K = TypeVar("K", bound=int | SamplerKey)
@@ -156,9 +156,9 @@ class SamplerGraphs(_CapturedGraphs[SamplerKey, torch.Tensor]):
 
     def choose(self, size: int, sampled: SampledRows) -> Graph[torch.Tensor] | None:
         """Return the graph that follows a replayed decode graph, or None to run the sampler eagerly."""
-        if sampled.needs & ~_CAPTURED_NEEDS or sampled.mask is not None:
+        if sampled.features & ~_CAPTURED_FEATURES or sampled.mask is not None:
             return None
-        key = SamplerKey(size, Needs(sampled.needs))
+        key = SamplerKey(size, SamplingFeature(sampled.features))
         graph = self._graphs.get(key)
         if graph is None:
             self._requested[key] += 1

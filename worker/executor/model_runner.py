@@ -111,7 +111,7 @@ class ModelRunner(GraphRunner):
         for copies in staged.copies:
             self._kv.copy_pages(copies)
         pending = self._run(plan, staged, size, cascade)
-        self._rows.hold(pending)
+        self._rows.reserve_until(pending)
         return pending
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -165,7 +165,7 @@ class ModelRunner(GraphRunner):
         """Sample and append the ids of all rows of a step, including padding. Return the ids."""
         if self._graphs is None:
             raise RuntimeError("a sampler graph needs the decode graph of its step")
-        sampled = self._rows.graph_sampled(key.size, key.needs)
+        sampled = self._rows.graph_sampled(key.size, key.features)
         tokens = self._sampler.sample(self._model.logits(self._graphs.outputs(key.size)), sampled)
         self._rows.append(sampled, tokens.token_ids)
         return tokens.token_ids

@@ -12,7 +12,7 @@ from kernels.ops.logprobs.reference import LogprobTensors
 from shared.messages import TokenLogprobs
 from worker.executor.device import Device, Download
 from worker.plan import SampledToken, StepResult
-from worker.sampling.sampled_rows import Needs, SampledRows
+from worker.sampling.sampled_rows import SampledRows, SamplingFeature
 from worker.sampling.sampler import SampledTokens
 
 
@@ -98,7 +98,7 @@ class PendingStep(Arrival):
     def _assemble(self) -> StepResult:
         """Convert the tensors, in the order in which the constructor lists them, to a result."""
         arrived = iter(self.arrived)
-        listed, tokens = self._sampled.listed, self._tokens
+        by_feature, tokens = self._sampled.by_feature, self._tokens
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         mu: dict[int, float] = {}
@@ -106,9 +106,9 @@ class PendingStep(Arrival):
             token_ids = next(arrived).tolist()
             if tokens.logprobs is not None and self._sampled.num_top is not None:
                 entries = token_logprobs(_take(arrived), self._sampled.num_top.tolist())
-                logprobs = dict(zip(listed[Needs.LOGPROBS].host_index.tolist(), entries))
+                logprobs = dict(zip(by_feature[SamplingFeature.LOGPROBS].host_index.tolist(), entries))
             if tokens.mu is not None:
-                mu = dict(zip(listed[Needs.EXTENDED].host_index.tolist(), next(arrived).tolist()))
+                mu = dict(zip(by_feature[SamplingFeature.EXTENDED].host_index.tolist(), next(arrived).tolist()))
         prompts: dict[int, list[TokenLogprobs]] = {}
         for prompt in self._prompts:
             tensors = _take(arrived)

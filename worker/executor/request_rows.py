@@ -23,7 +23,7 @@ from worker.model.forward_batch import ForwardBatch
 from worker.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.row_lists import MAX_ADJUSTMENTS
-from worker.sampling.sampled_rows import Needs, SampledRows
+from worker.sampling.sampled_rows import SampledRows, SamplingFeature
 
 _CHANGE_WORDS = 1 << 16
 """Space for new prompts and pages in the copy of a step; more changes need copies of their own before it."""
@@ -150,7 +150,7 @@ class RequestRows:
         self._sampled_views = self._sampled_rows, self._new_positions, self._logits_indices
         self._last_batch: ForwardBatch | None = None
         self._graph_batches: dict[int, ForwardBatch] = {}
-        self._graph_sampled: dict[tuple[int, Needs], SampledRows] = {}
+        self._graph_sampled: dict[tuple[int, SamplingFeature], SampledRows] = {}
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
 
     @property
@@ -176,7 +176,7 @@ class RequestRows:
         else:
             sampled_rows = self._put_sampled(samples, len(samples))
         copies = self._put_copies(plan.page_copies)
-        sampled = self._list_needs(sampled_rows)
+        sampled = self._describe_sampled(sampled_rows)
         if drafts is not None:
             sampled = drafts.add_verification(sampled, self._packer.integers, self.distributions)
         if plan.masks:
@@ -198,10 +198,10 @@ class RequestRows:
         self._ops.step_inputs(shape)
         return StagedStep(self._batch(shape, indices, longest), sampled, chunks, pooled, copies)
 
-    def hold(self, step: Waitable) -> None:
+    def reserve_until(self, step: Waitable) -> None:
         """Mark the host buffers used since the last call as in use until this step has completed."""
-        self._packer.hold(step)
-        self._masks.hold(step)
+        self._packer.reserve_until(step)
+        self._masks.reserve_until(step)
 
     def _change(self, plan: StepPlan) -> None:
         entered: set[int] = set()
@@ -294,9 +294,9 @@ class RequestRows:
             self._packer.change(row * self._layout.token_stride + start, np.array(token_ids, dtype=np.int32))
         return self._put_sampled(drafts.requests, len(drafts.requests), drafts.tokens_after)
 
-    def _list_needs(self, rows: Integers) -> SampledRows:
+    def _describe_sampled(self, rows: Integers) -> SampledRows:
         views, lengths = self._views(len(rows)), self._packer.host.new_positions[: len(rows)]
-        return self.sampling.list_needs(rows, views[0], views[1], lengths, self._packer.integers)
+        return self.sampling.describe_rows(rows, views[0], views[1], lengths, self._packer.integers)
 
     def _add_masks(self, plan: StepPlan, sampled: SampledRows) -> SampledRows:
         """Add the masks of the grammars to the sampled rows."""
@@ -375,15 +375,15 @@ class RequestRows:
             self._graph_batches[size] = batch
         return batch
 
-    def graph_sampled(self, num_requests: int, needs: Needs) -> SampledRows:
+    def graph_sampled(self, num_requests: int, features: SamplingFeature) -> SampledRows:
         """Return the sampled rows of the static buffers, to capture a sampler graph with."""
-        found = self._graph_sampled.get((num_requests, needs))
+        found = self._graph_sampled.get((num_requests, features))
         if found is None:
             rows, positions = self._sampled_rows[:num_requests], self._new_positions[:num_requests]
             # Only noise and filters are captured, for which the sampler on a GPU reads nothing on the host.
             host = np.zeros(num_requests, dtype=np.int64)
-            found = SampledRows(rows=host, device_rows=rows, positions=positions, lengths=host, needs=needs)
-            self._graph_sampled[num_requests, needs] = found
+            found = SampledRows(rows=host, device_rows=rows, positions=positions, lengths=host, features=features)
+            self._graph_sampled[num_requests, features] = found
         return found
 
     def clear_sampled(self) -> None:

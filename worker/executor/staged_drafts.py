@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from worker.plan import StepPlan
-from worker.sampling.sampled_rows import Integers, Needs, SampledRows, Upload, Verification
+from worker.sampling.sampled_rows import Integers, SampledRows, SamplingFeature, Upload, Verification
 
 _NONE = -1
 
@@ -99,8 +99,8 @@ class StagedDrafts:
             distributions: Distributions of the drafts, if they are verified by rejection sampling.
         """
         extra = None
-        if Needs.PENALTY in sampled.listed:
-            before = self._drafts_before(sampled.listed[Needs.PENALTY].host_index)
+        if SamplingFeature.PENALTY in sampled.by_feature:
+            before = self._drafts_before(sampled.by_feature[SamplingFeature.PENALTY].host_index)
             extra = upload(before.reshape(-1)).view(before.shape)
         verification = Verification(upload(self.drafts), upload(self.cu_rows), extra)
         if distributions is not None:

@@ -43,14 +43,14 @@ class HostBuffer:
         self.cu_seqlens, self.seq_lens = view(layout.cu_seqlens), view(layout.seq_lens)
         self.sampled_rows, self.logits_indices = view(layout.sampled_rows), view(layout.logits_indices)
         self.new_positions, self.append_at = view(layout.new_positions), view(layout.append_at)
-        self.holder: Waitable | None = None
+        self.reader: Waitable | None = None
         self.used = False
 
 
 class StepPacker:
     """Packer of everything that the host sends for a step into one buffer, which is copied to the device once.
 
-    Call for each step: `begin`, changes of the state, the fixed fields, lists, `send`, `hold`.
+    Call for each step: `begin`, changes of the state, the fixed fields, lists, `send`, `reserve_until`.
 
     Args:
         buffers: Device buffers of the steps.
@@ -79,12 +79,12 @@ class StepPacker:
         """Switch to the next buffer, and wait for the last step that used it."""
         self._index = (self._index + 1) % len(self._ring)
         host = self._ring[self._index]
-        if host.holder is not None:
-            host.holder.wait()
+        if host.reader is not None:
+            host.reader.wait()
         elif host.used:
             # This step has sent so many changes that it has used the whole ring.
             self._device.synchronize()
-        host.holder, host.used = None, False
+        host.reader, host.used = None, False
         self.host = host
         self._cursor = self._tail
 
@@ -126,10 +126,10 @@ class StepPacker:
         """Copy fixed fields, changes and lists to the device, then apply the changes."""
         self._send(0)
 
-    def hold(self, step: Waitable) -> None:
+    def reserve_until(self, step: Waitable) -> None:
         """Mark the buffers sent since the last call as in use until this step has completed."""
         for host in self._sent:
-            host.holder = step
+            host.reader = step
         self._sent.clear()
 
     def _send(self, begin: int) -> None:
@@ -149,7 +149,7 @@ class StepPacker:
 
 
 class MaskUploads:
-    """Uploads of the grammars' masks. Call `put`, then `hold` with the step that reads them.
+    """Uploads of the grammars' masks. Call `put`, then `reserve_until` with the step that reads them.
 
     The buffers grow to the largest step with masks, so a worker without grammars allocates none.
 
@@ -164,10 +164,10 @@ class MaskUploads:
         self._max_masks = max_masks
         self._device = device
         self._ring: list[torch.Tensor | None] = [None] * (device.depth + 1)
-        self._holders: list[Waitable | None] = [None] * len(self._ring)
+        self._readers: list[Waitable | None] = [None] * len(self._ring)
         self._on_device = torch.empty((0, self._num_words), dtype=torch.int32, device=device.torch_device)
         self._index = 0
-        self._without_holder: int | None = None
+        self._without_reader: int | None = None
 
     def put(self, masks: list[bytes]) -> torch.Tensor:
         """Upload masks as [M, ceil(vocab / 32)] int32.
@@ -182,10 +182,10 @@ class MaskUploads:
                 f"masks of {size} bytes are allowed"
             )
         self._index = index = (self._index + 1) % len(self._ring)
-        holder = self._holders[index]
-        if holder is not None:
-            holder.wait()
-            self._holders[index] = None
+        reader = self._readers[index]
+        if reader is not None:
+            reader.wait()
+            self._readers[index] = None
         rounded = min(self._max_masks, 1 << (len(masks) - 1).bit_length())
         buffer = self._ring[index]
         if buffer is None or len(buffer) < len(masks):
@@ -196,11 +196,11 @@ class MaskUploads:
             self._on_device = self._on_device.new_empty((rounded, self._num_words))
         target = self._on_device[: len(masks)]
         self._device.upload(host, target)
-        self._without_holder = index
+        self._without_reader = index
         return target
 
-    def hold(self, step: Waitable) -> None:
+    def reserve_until(self, step: Waitable) -> None:
         """Mark the buffer of the last `put` as in use until this step has completed."""
-        if self._without_holder is not None:
-            self._holders[self._without_holder] = step
-            self._without_holder = None
+        if self._without_reader is not None:
+            self._readers[self._without_reader] = step
+            self._without_reader = None

@@ -23,7 +23,7 @@ from shared.sampling_params import SamplingParams
 from worker.plan import NewRow
 from worker.sampling.penalties import PenaltyTables
 from worker.sampling.row_lists import Change, RowLists, Words
-from worker.sampling.sampled_rows import LISTED, Integers, Listed, Needs, SampledRows, Upload
+from worker.sampling.sampled_rows import LISTED_FEATURES, FeatureRows, Integers, SampledRows, SamplingFeature, Upload
 
 _INTEGER_WORDS = {
     "top_k": at.TOP_K, "mirostat": at.MIROSTAT, "dry_allowed_length": at.DRY_ALLOWED_LENGTH,
@@ -51,9 +51,9 @@ class SamplingParameters:
     def __init__(self, buffers: StepBuffers, vocab_size: int) -> None:
         self._layout = layout = buffers.layout
         state, num_rows = buffers.state, layout.max_num_seqs
-        self.needs: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._row_features: Integers = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs: Integers = np.zeros(num_rows, dtype=np.int64)
-        self._features: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._filters: Integers = np.zeros(num_rows, dtype=np.int64)
         self.penalties = PenaltyTables(num_rows, vocab_size, state.device)
         self.lists = RowLists(buffers)
         self._words = layout.sampling.of(state)
@@ -70,64 +70,65 @@ class SamplingParameters:
     def enter(self, new: NewRow) -> list[Change]:
         """Register a new request in its row and return the changes of the state."""
         sampling, row = new.sampling, new.row
-        needs, changes = self.lists.enter(new)
-        features = _features(sampling)
-        needs = union(
-            needs,
-            (not sampling.greedy, Needs.NOISE),
-            (sampling.extended, Needs.EXTENDED),
-            (not sampling.greedy and not sampling.extended and features & Feature.TOP, Needs.FILTER),
-            (sampling.logprobs is not None, Needs.LOGPROBS),
-            (sampling.uses_penalties, Needs.PENALTY),
+        features, changes = self.lists.enter(new)
+        filters = _used_filters(sampling)
+        features = union(
+            features,
+            (not sampling.greedy, SamplingFeature.NOISE),
+            (sampling.extended, SamplingFeature.EXTENDED),
+            (not sampling.greedy and not sampling.extended and filters & Feature.TOP, SamplingFeature.FILTER),
+            (sampling.logprobs is not None, SamplingFeature.LOGPROBS),
+            (sampling.uses_penalties, SamplingFeature.PENALTY),
         )
         if sampling.uses_penalties:
             self.penalties.allocate(row)
         else:
             self.penalties.free(row)
         self.num_logprobs[row] = sampling.logprobs or 0
-        self._features[row] = features
-        self.needs[row] = needs
+        self._filters[row] = filters
+        self._row_features[row] = features
         words = _row_words(sampling, new.choice, new.mu)
         return [(self._layout.sampling.at + row * SAMPLING_WORDS, words), *changes]
 
-    def list_needs(
+    def describe_rows(
         self, rows: Integers, device_rows: torch.Tensor, positions: torch.Tensor, lengths: Integers, upload: Upload
     ) -> SampledRows:
         """Describe the rows of a step for the sampler. The arguments are attributes of SampledRows."""
-        row_needs = self.needs[rows]
-        needs = Needs(int(np.bitwise_or.reduce(row_needs)) if len(rows) else 0)
-        wanted = [need for need in LISTED if needs & need]
-        listed: dict[Needs, Listed] = {}
+        row_features = self._row_features[rows]
+        features = SamplingFeature(int(np.bitwise_or.reduce(row_features)) if len(rows) else 0)
+        wanted = [feature for feature in LISTED_FEATURES if features & feature]
+        by_feature: dict[SamplingFeature, FeatureRows] = {}
         num_top = slots = None
         if wanted:
-            which = [np.flatnonzero(row_needs & need) for need in wanted]
-            if needs & Needs.PENALTY:
-                which.append(self.penalties.slots(rows[which[wanted.index(Needs.PENALTY)]]))
+            lists = [np.flatnonzero(row_features & feature) for feature in wanted]
+            if features & SamplingFeature.PENALTY:
+                lists.append(self.penalties.slots(rows[lists[wanted.index(SamplingFeature.PENALTY)]]))
             # One upload costs less host time than seven.
-            indices = upload(np.concatenate(which)).split([len(one) for one in which])
-            listed = {need: Listed(index, rows[one], one) for need, index, one in zip(wanted, indices, which)}
-            if needs & Needs.PENALTY:
-                slots = indices[-1]
-            if needs & Needs.LOGPROBS:
-                num_top = self.num_logprobs[listed[Needs.LOGPROBS].rows]
+            uploaded = upload(np.concatenate(lists)).split([len(indices) for indices in lists])
+            for feature, index, host_index in zip(wanted, uploaded, lists):
+                by_feature[feature] = FeatureRows(index, rows[host_index], host_index)
+            if features & SamplingFeature.PENALTY:
+                slots = uploaded[-1]
+            if features & SamplingFeature.LOGPROBS:
+                num_top = self.num_logprobs[by_feature[SamplingFeature.LOGPROBS].rows]
         return SampledRows(
             rows=rows,
             device_rows=device_rows,
             positions=positions,
             lengths=lengths,
-            needs=needs,
-            listed=listed,
+            features=features,
+            by_feature=by_feature,
             num_top=num_top,
             slots=slots,
         )
 
-    def words(self, sampled: SampledRows, listed: Listed) -> torch.Tensor:
+    def words(self, sampled: SampledRows, listed: FeatureRows) -> torch.Tensor:
         """Return the [n, SAMPLING_WORDS] int32 parameters of the listed rows."""
         if self._host_words is not None:
             return torch.from_numpy(self._host_words[listed.rows])
         return self._words.index_select(0, sampled.device_rows.index_select(0, listed.index))
 
-    def penalty_inputs(self, sampled: SampledRows, penalized: Listed, slots: torch.Tensor) -> PenaltyInputs:
+    def penalty_inputs(self, sampled: SampledRows, penalized: FeatureRows, slots: torch.Tensor) -> PenaltyInputs:
         """Return the factors and counts of the rows with penalties."""
         factors = self.words(sampled, penalized).view(torch.float32)[:, at.REPETITION : at.REPETITION + 3]
         repetition, presence, frequency = factors.t().contiguous().unbind(0)
@@ -142,7 +143,7 @@ class SamplingParameters:
             extra=sampled.proposed if sampled.verification is None else sampled.verification.extra,
         )
 
-    def extend_inputs(self, sampled: SampledRows, listed: Listed) -> ExtendInputs:
+    def extend_inputs(self, sampled: SampledRows, listed: FeatureRows) -> ExtendInputs:
         """Return the extended filters of the listed rows."""
         mask_rows = None
         if sampled.mask is not None:
@@ -151,7 +152,7 @@ class SamplingParameters:
                 mask_rows = sampled.mask_rows.index_select(0, listed.index).long()
         return ExtendInputs(
             rows=listed.index,
-            features=Feature(int(np.bitwise_or.reduce(self._features[listed.rows]))),
+            features=Feature(int(np.bitwise_or.reduce(self._filters[listed.rows]))),
             words=self.words(sampled, listed),
             position=sampled.positions_of(listed),
             mask=sampled.mask,
@@ -167,8 +168,9 @@ class SamplingParameters:
 
         Rows that `extend` has filtered get temperature 1 and no further filters.
         """
-        random, filtered = bool(sampled.needs & Needs.NOISE), bool(sampled.needs & Needs.FILTER)
-        extended = sampled.listed.get(Needs.EXTENDED)
+        random = bool(sampled.features & SamplingFeature.NOISE)
+        filtered = bool(sampled.features & SamplingFeature.FILTER)
+        extended = sampled.by_feature.get(SamplingFeature.EXTENDED)
         if self._host_words is not None:
             if random:
                 host_words = self._host_words[sampled.rows]
@@ -212,7 +214,7 @@ class SamplingParameters:
         return self._greedy_inputs
 
 
-def _features(sampling: SamplingParams) -> Feature:
+def _used_filters(sampling: SamplingParams) -> Feature:
     return union(
         Feature(0),
         (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0, Feature.TOP),

@@ -12,7 +12,7 @@ from kernels.ops.sampling import inputs
 from kernels.ops.step_inputs.inputs import ADJUSTMENT_WORDS, BAD_WORD_WORDS, Field, StepBuffers
 from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from worker.plan import NewRow
-from worker.sampling.sampled_rows import Integers, Listed, Needs, SampledRows
+from worker.sampling.sampled_rows import FeatureRows, Integers, SampledRows, SamplingFeature
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 Change = tuple[int, Words]
@@ -40,25 +40,25 @@ class RowLists:
         self._allowed = layout.allowed.of(state)
         self._breakers = layout.breakers.of(state)
 
-    def enter(self, new: NewRow) -> tuple[Needs, list[Change]]:
+    def enter(self, new: NewRow) -> tuple[SamplingFeature, list[Change]]:
         """Return the features of a new request that use the lists, and the changes of its row."""
         sampling, row, layout = new.sampling, new.row, self._layout
-        needs = Needs(0)
+        features = SamplingFeature(0)
         changes = [self._enter_adjustments(new), self._enter_bad_words(new)]
         if self._num_adjustments[row]:
-            needs |= Needs.ADJUST
+            features |= SamplingFeature.ADJUST
         if sampling.bad_words:
-            needs |= Needs.BAD_WORDS
+            features |= SamplingFeature.BAD_WORDS
         if sampling.allowed_token_ids:
-            needs |= Needs.ALLOWED
+            features |= SamplingFeature.ALLOWED
             allowed = (*sampling.allowed_token_ids, *new.eos_token_ids)
             changes.append(self._bits(layout.allowed, row, allowed))
         if sampling.uses_dry:
-            needs |= Needs.DRY
+            features |= SamplingFeature.DRY
             changes.append(self._bits(layout.breakers, row, sampling.dry_breakers))
         self._last_n[row] = sampling.dry_penalty_last_n
         self._allowed_length[row] = sampling.dry_allowed_length
-        return needs, [change for change in changes if len(change[1])]
+        return features, [change for change in changes if len(change[1])]
 
     def _bits(self, table: Field, row: int, ids: Iterable[int]) -> Change:
         size = table.shape[1]
@@ -117,11 +117,11 @@ class RowLists:
             position=sampled.positions,
         )
 
-    def allowed_inputs(self, sampled: SampledRows, listed: Listed) -> inputs.AllowedInputs:
+    def allowed_inputs(self, sampled: SampledRows, listed: FeatureRows) -> inputs.AllowedInputs:
         """Return the allowed ids of the listed rows."""
         return inputs.AllowedInputs(listed.index, sampled.rows_of(listed), self._allowed)
 
-    def bad_words_inputs(self, sampled: SampledRows, listed: Listed) -> inputs.BadWordsInputs:
+    def bad_words_inputs(self, sampled: SampledRows, listed: FeatureRows) -> inputs.BadWordsInputs:
         """Return the bad words of the listed rows."""
         return inputs.BadWordsInputs(
             rows=listed.index,
@@ -132,7 +132,7 @@ class RowLists:
             width=int(self._num_bad_tokens[listed.rows].max()),
         )
 
-    def dry_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> inputs.DryInputs:
+    def dry_inputs(self, sampled: SampledRows, listed: FeatureRows, words: torch.Tensor) -> inputs.DryInputs:
         """Return the DRY inputs of the listed rows.
 
         Args:

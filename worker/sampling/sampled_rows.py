@@ -15,7 +15,7 @@ Upload = Callable[[Integers], torch.Tensor]
 """Function that uploads [n] int64 integers with the step."""
 
 
-class Needs(enum.IntFlag):
+class SamplingFeature(enum.IntFlag):
     """Sampling features of a row beyond argmax, known on the host so that a step need not wait for the device."""
 
     NOISE = 1
@@ -29,12 +29,19 @@ class Needs(enum.IntFlag):
     BAD_WORDS = 256
 
 
-LISTED = (Needs.LOGPROBS, Needs.PENALTY, Needs.EXTENDED, Needs.DRY, Needs.ALLOWED, Needs.BAD_WORDS)
+LISTED_FEATURES = (
+    SamplingFeature.LOGPROBS,
+    SamplingFeature.PENALTY,
+    SamplingFeature.EXTENDED,
+    SamplingFeature.DRY,
+    SamplingFeature.ALLOWED,
+    SamplingFeature.BAD_WORDS,
+)
 """Features for which a step lists the rows that use them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class FeatureRows:
     """The n of S sampled rows that use a feature.
 
     Attributes:
@@ -82,8 +89,8 @@ class SampledRows:
         device_rows: [S] int32 on the device.
         positions: [S] int64 on the device, position of the new token.
         lengths: [S] int64 on the host, the same positions.
-        needs: Features of all rows combined.
-        listed: The rows that use each listed feature; absent for features that no row uses.
+        features: Features of all rows combined.
+        by_feature: The rows that use each of LISTED_FEATURES; absent for features that no row uses.
         num_top: [L] on the host, number of alternatives of each row with LOGPROBS.
         slots: [P] int64 on the device, slots in the penalty tables of the rows with PENALTY.
         mask: [M, ceil(vocab / 32)] int32 on the device, tokens that grammars permit; see SamplingInputs. None permits
@@ -100,8 +107,8 @@ class SampledRows:
     device_rows: torch.Tensor
     positions: torch.Tensor
     lengths: Integers
-    needs: Needs
-    listed: dict[Needs, Listed] = field(default_factory=dict)
+    features: SamplingFeature
+    by_feature: dict[SamplingFeature, FeatureRows] = field(default_factory=dict)
     num_top: Integers | None = None
     slots: torch.Tensor | None = None
     mask: torch.Tensor | None = None
@@ -110,12 +117,12 @@ class SampledRows:
     trial: bool = False
     proposed: torch.Tensor | None = None
 
-    def rows_of(self, listed: Listed) -> torch.Tensor:
+    def rows_of(self, listed: FeatureRows) -> torch.Tensor:
         """Return the [n] int64 rows of the state, on the device."""
         if self.device_rows.device.type == "cpu":
             return torch.from_numpy(listed.rows)
         return self.device_rows.index_select(0, listed.index).long()
 
-    def positions_of(self, listed: Listed) -> torch.Tensor:
+    def positions_of(self, listed: FeatureRows) -> torch.Tensor:
         """Return the [n] int64 positions of the new tokens, on the device."""
         return self.positions.index_select(0, listed.index)

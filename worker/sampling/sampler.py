@@ -17,7 +17,7 @@ from kernels.ops.logprobs.reference import LogprobTensors
 from kernels.ops.sampling.inputs import Feature
 from kernels.ops.speculative.reference import DraftInputs
 from worker.sampling.parameters import SamplingParameters
-from worker.sampling.sampled_rows import Listed, Needs, SampledRows
+from worker.sampling.sampled_rows import FeatureRows, SampledRows, SamplingFeature
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +58,24 @@ class Sampler:
             logits: [S, vocab] float32 raw logits; overwritten.
             sampled: Rows to sample.
         """
-        parameters, ops, listed = self.parameters, self.ops, sampled.listed
-        reporting, penalized = None if sampled.trial else listed.get(Needs.LOGPROBS), listed.get(Needs.PENALTY)
+        parameters, ops, by_feature = self.parameters, self.ops, sampled.by_feature
+        reporting = None if sampled.trial else by_feature.get(SamplingFeature.LOGPROBS)
+        penalized = by_feature.get(SamplingFeature.PENALTY)
         raw = _rows_of(logits, reporting) if reporting is not None else None
-        if sampled.needs & Needs.ADJUST:
+        if sampled.features & SamplingFeature.ADJUST:
             ops.adjust(logits, parameters.lists.adjust_inputs(sampled))
-        if Needs.ALLOWED in listed:
-            ops.allow_only(logits, parameters.lists.allowed_inputs(sampled, listed[Needs.ALLOWED]))
-        if Needs.BAD_WORDS in listed:
-            ops.forbid_words(logits, parameters.lists.bad_words_inputs(sampled, listed[Needs.BAD_WORDS]))
+        if SamplingFeature.ALLOWED in by_feature:
+            ops.allow_only(logits, parameters.lists.allowed_inputs(sampled, by_feature[SamplingFeature.ALLOWED]))
+        if SamplingFeature.BAD_WORDS in by_feature:
+            ops.forbid_words(logits, parameters.lists.bad_words_inputs(sampled, by_feature[SamplingFeature.BAD_WORDS]))
         if penalized is not None and sampled.slots is not None:
             ops.penalize(logits, parameters.penalty_inputs(sampled, penalized, sampled.slots))
-        if Needs.DRY in listed:
-            dry = listed[Needs.DRY]
+        if SamplingFeature.DRY in by_feature:
+            dry = by_feature[SamplingFeature.DRY]
             ops.penalize_repetitions(logits, parameters.lists.dry_inputs(sampled, dry, parameters.words(sampled, dry)))
         mu = None
-        if Needs.EXTENDED in listed:
-            token_ids, mu = self._extend_and_sample(logits, sampled, listed[Needs.EXTENDED])
+        if SamplingFeature.EXTENDED in by_feature:
+            token_ids, mu = self._extend_and_sample(logits, sampled, by_feature[SamplingFeature.EXTENDED])
         else:
             token_ids = self._draw(logits, sampled)
         if penalized is not None and not sampled.trial:
@@ -84,7 +85,7 @@ class Sampler:
         reported = token_ids.index_select(0, reporting.index)
         return SampledTokens(token_ids, ops.logprobs(raw, reported, int(sampled.num_top.max())), mu)
 
-    def _count(self, token_ids: torch.Tensor, sampled: SampledRows, penalized: Listed) -> None:
+    def _count(self, token_ids: torch.Tensor, sampled: SampledRows, penalized: FeatureRows) -> None:
         """Count the tokens for the penalties. If drafts are verified, count only the accepted tokens."""
         penalties, slots, verification = self.parameters.penalties, sampled.slots, sampled.verification
         if slots is None:
@@ -119,7 +120,7 @@ class Sampler:
         return torch.where(verification.drafted > 0, drawn, self.ops.sample(logits, inputs))
 
     def _extend_and_sample(
-        self, logits: torch.Tensor, sampled: SampledRows, extended: Listed
+        self, logits: torch.Tensor, sampled: SampledRows, extended: FeatureRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         parameters, ops = self.parameters, self.ops
         inputs = parameters.extend_inputs(sampled, extended)
@@ -136,7 +137,7 @@ class Sampler:
         return self.ops.logprobs(logits, token_ids, num_top)
 
 
-def _rows_of(logits: torch.Tensor, listed: Listed) -> torch.Tensor:
+def _rows_of(logits: torch.Tensor, listed: FeatureRows) -> torch.Tensor:
     """Return an [n, vocab] copy of the listed rows of [S, vocab] logits."""
     if logits.device.type == "cpu":
         # torch copies even a single row with several threads, whose start takes longer than the copy.

@@ -11,7 +11,7 @@ import torch
 from tests.fakes.late_device import LateDevice
 from worker.executor.device import CaptureError, Device, OutOfMemory
 from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey, graph_sizes
-from worker.sampling.sampled_rows import Needs, SampledRows
+from worker.sampling.sampled_rows import SampledRows, SamplingFeature
 
 
 class Model:
@@ -155,7 +155,9 @@ def test_a_device_without_graphs_never_captures():
 
 SIZE = 4
 NO_ROWS = np.zeros(4, dtype=np.int64)
-GREEDY = SampledRows(NO_ROWS, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), NO_ROWS, Needs(0))
+GREEDY = SampledRows(
+    NO_ROWS, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), NO_ROWS, SamplingFeature(0)
+)
 
 
 class Recorder:
@@ -197,12 +199,12 @@ def test_a_sampler_graph_is_captured_after_two_requests():
     assert graph is not None
     before = len(recorder.computed)
     assert graph.replay().tolist() == [before + 1] * 4
-    assert set(recorder.computed) == {SamplerKey(SIZE, Needs(0))}
+    assert set(recorder.computed) == {SamplerKey(SIZE, SamplingFeature(0))}
 
 
 def test_each_size_and_combination_of_features_has_its_own_sampler_graph():
     graphs = Recorder().graphs
-    noisy = replace(GREEDY, needs=Needs.NOISE | Needs.FILTER)
+    noisy = replace(GREEDY, features=SamplingFeature.NOISE | SamplingFeature.FILTER)
     for size, sampled in ((SIZE, GREEDY), (SIZE, noisy), (8, noisy)):
         for _ in range(2):
             assert graphs.choose(size, sampled) is None
@@ -213,10 +215,16 @@ def test_each_size_and_combination_of_features_has_its_own_sampler_graph():
     assert len({id(graph) for graph in chosen}) == 3
 
 
-@pytest.mark.parametrize("needs", [need for need in Needs if need not in (Needs.NOISE, Needs.FILTER)])
-def test_rare_sampling_features_stay_eager(needs):
+@pytest.mark.parametrize(
+    "feature",
+    [feature for feature in SamplingFeature if feature not in (SamplingFeature.NOISE, SamplingFeature.FILTER)],
+)
+def test_rare_sampling_features_stay_eager(feature):
     graphs = Recorder().graphs
-    asks = (replace(GREEDY, needs=needs | Needs.NOISE), replace(GREEDY, mask=torch.zeros((4, 1), dtype=torch.int32)))
+    asks = (
+        replace(GREEDY, features=feature | SamplingFeature.NOISE),
+        replace(GREEDY, mask=torch.zeros((4, 1), dtype=torch.int32)),
+    )
     for _ in range(3):
         assert [graphs.choose(SIZE, sampled) for sampled in asks] == [None, None]
     assert not graphs.capture_next()

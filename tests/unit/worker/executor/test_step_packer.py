@@ -50,7 +50,7 @@ def test_a_step_uses_one_buffer_per_copy_and_waits_only_when_all_are_used(num_co
     for step in before:
         packer.begin()
         packer.send()
-        packer.hold(step)
+        packer.reserve_until(step)
     words = np.arange(1, num_copies * (ROOM - 8) + 1, dtype=np.int32)
     packer.begin()
     packer.change(7, words)
@@ -79,11 +79,11 @@ def test_masks_arrive_in_order_while_buffers_are_reused():
         assert torch.equal(found, words(*numbers))
         download = device.download([found.clone()])
         held.append(download)
-        uploads.hold(download)
+        uploads.reserve_until(download)
     assert torch.equal(held[-1].wait()[0], words(*numbers))
 
 
-def test_reusing_a_mask_buffer_without_hold_is_detected():
+def test_reusing_a_mask_buffer_without_a_reader_is_detected():
     device = LateDevice()
     uploads = MaskUploads(96, 8, device)
     with pytest.raises(Misuse):
