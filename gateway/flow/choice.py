@@ -7,38 +7,20 @@ the rest is parsed into content and tool calls. A request without a format skips
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.message_parser import MessageFormat, ToolCallDelta
+from gateway.text.message_parser import MessageFormat, ReasoningSplitter, ToolCallDelta
 from gateway.text.pipeline import TextPipeline
 from gateway.text.stop_regex import RegexScanner, StopRegexes
 from gateway.text.stop_strings import StopScanner, StopStrings
 from shared.errors import InternalError
 from shared.messages import DraftCounts, Finish, Output, TokenLogprobs
 
-
-class Scanner(Protocol):
-    """Search for the end of a choice. `found` is not None once it was found."""
-
-    @property
-    def found(self) -> str | None:
-        """End that was found: the matched text, or None."""
-
-    def push(self, text: str) -> str:
-        """Return the part of this and earlier pieces that is safe to show."""
-        ...
-
-    def finish(self) -> str:
-        """Return the text that was held back when the text ended."""
-        ...
-
-    def copy(self) -> Scanner:
-        """Return an independent copy."""
-        ...
+Scanner = RegexScanner | StopScanner
+"""Search for the end of a choice."""
 
 
 def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
@@ -60,6 +42,9 @@ def detokenizer_of(request: GenerationRequest, pipeline: TextPipeline) -> Detoke
 
 class Choice:
     """Conversion of a worker's outputs to deltas. The concatenated texts are the completion, cut at a stop string.
+
+    If the request has a format, the text of the deltas is content. Stop strings apply to the visible text, including
+    tool calls. Everything that one token completes is part of one delta.
 
     Args:
         index: Index of the choice.
@@ -83,6 +68,15 @@ class Choice:
         self._min_tokens = request.sampling.min_tokens
         self._stop_token_ids = request.sampling.stop_token_ids
         self._wants_logprobs = request.sampling.logprobs is not None
+        form = self._format = request.format or MessageFormat()
+        self._splitter = form.new_splitter and form.new_splitter()
+        self._parser = form.new_tool_parser and form.new_tool_parser()
+        self._parses = form.parses
+        # What the next delta reports besides its text.
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._num_reasoning_tokens = 0
+        self._num_calls = 0
 
     def advance(self, output: Output, vocab_size: int) -> TextDelta:
         """Return the delta of a successful output; sets `finished`.
@@ -108,10 +102,33 @@ class Choice:
         delta = TextDelta(
             self.index, text, token_ids, logprobs, reason, output.num_cached_tokens, output.prompt_logprobs
         )
+        if self._parses and (reason or self._reasoning or self._calls or self._num_reasoning_tokens):
+            delta = self._with_parts(delta)
         if reason is None:
             return delta
         self.finished = True
         return msgspec.structs.replace(delta, stop_reason=self._stop_reason(finish), drafts=self._drafts)
+
+    def _with_parts(self, delta: TextDelta) -> TextDelta:
+        """Return a delta with the reasoning and the calls that were found since the last one."""
+        calls, self._calls = self._calls, []
+        reasoning, self._reasoning = "".join(self._reasoning), []
+        num_reasoning_tokens, self._num_reasoning_tokens = self._num_reasoning_tokens, 0
+        self._num_calls += sum(call.name is not None for call in calls)
+        reason = delta.finish_reason
+        if reason == "stop" and not self._format.named_tool and self._calls_are_complete():
+            reason = "tool_calls"
+        return msgspec.structs.replace(
+            delta,
+            finish_reason=reason,
+            reasoning=reasoning,
+            tool_calls=calls,
+            num_reasoning_tokens=num_reasoning_tokens,
+        )
+
+    def _calls_are_complete(self) -> bool:
+        """Return True if there are complete calls; a call that a stop string has cut is incomplete."""
+        return self._parser is not None and 0 < self._num_calls == self._parser.num_complete
 
     def _stop_reason(self, finish: Finish | None) -> int | str | None:
         if self._scanner is not None and self._scanner.found is not None:
@@ -122,13 +139,9 @@ class Choice:
     def _shown_of(self, token_ids: list[int], finish: Finish) -> list[int]:
         """Return all ids except a token that ends the choice and is not to be shown."""
         last = finish.stop_token_id
-        if last is None or token_ids[-1:] != [last] or self._shows(last):
+        if last is None or token_ids[-1:] != [last] or self._include_stop:
             return token_ids
-        return token_ids[:-1]
-
-    def _shows(self, stop_token_id: int) -> bool:
-        """Return True if the text of a token that ends the choice is shown."""
-        return self._include_stop
+        return token_ids if self._parses and last in self._format.shown_ids else token_ids[:-1]
 
     def _check(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, vocab_size: int) -> None:
         for token_id in token_ids:
@@ -141,142 +154,62 @@ class Choice:
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, int | None]:
         """Return the text to show and, if a stop string was found, the number of ids that it took."""
-        push = self._detokenizer.push
-        scanner = self._scanner
-        if scanner is None:
+        push, scanner = self._detokenizer.push, self._scanner
+        if scanner is None and not self._parses:
             if len(token_ids) == 1:
                 return push(token_ids[0]), None
             return "".join([push(token_id) for token_id in token_ids]), None
         pieces = []
         for index, token_id in enumerate(token_ids):
             piece = push(token_id)
+            if self._splitter is not None:
+                piece = self._visible(self._splitter, piece)
             # Stop strings, like stop tokens, do not apply before min_tokens.
-            if len(self.token_ids) + index + 1 > self._min_tokens:
+            if scanner is not None and len(self.token_ids) + index + 1 > self._min_tokens:
                 piece = scanner.push(piece)
-            pieces.append(piece)
-            if scanner.found is not None:
+            pieces.append(piece if self._parser is None else self._content(piece))
+            if scanner is not None and scanner.found is not None:
+                pieces.append(self._end())
                 return "".join(pieces), index + 1
         return "".join(pieces), None
+
+    def _visible(self, splitter: ReasoningSplitter, piece: str) -> str:
+        """Return the visible text of a token and store its reasoning."""
+        was_reasoning = splitter.in_reasoning
+        reasoning, piece = splitter.push(piece)
+        if was_reasoning or splitter.in_reasoning:
+            self._num_reasoning_tokens += 1
+        if reasoning:
+            self._reasoning.append(reasoning)
+        if splitter.done:
+            self._splitter = None
+        return piece
 
     def _tail(self) -> tuple[str, bool]:
         """Return the text that was held back, and whether it completed a stop string."""
         tail = self._detokenizer.finish()
-        if self._scanner is None:
-            return tail, False
-        text = self._scanner.push(tail) if tail else ""
-        return text + self._scanner.finish(), self._scanner.found is not None
-
-
-class FormattedChoice(Choice):
-    """Choice with a format: the text of its deltas is content.
-
-    Stop strings apply to the visible text, including tool calls. Everything that one token completes is part of one
-    delta.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        request: GenerationRequest,
-        scanner: Scanner | None,
-        detokenizer: Detokenizer,
-        message_format: MessageFormat,
-    ) -> None:
-        super().__init__(index, request, scanner, detokenizer)
-        self._splitter = None if message_format.new_splitter is None else message_format.new_splitter()
-        self._parser = None if message_format.new_tool_parser is None else message_format.new_tool_parser()
-        self._shown_ids = message_format.shown_ids
-        self._named_tool = message_format.named_tool
-        self._only_calls = message_format.only_calls
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
-        self._num_reasoning_tokens = 0
-        self._num_calls = 0
-
-    def advance(self, output: Output, vocab_size: int) -> TextDelta:
-        """See Choice."""
-        delta = super().advance(output, vocab_size)
-        if delta.finish_reason is None and not (self._reasoning or self._calls or self._num_reasoning_tokens):
-            return delta
-        calls, self._calls = self._calls, []
-        reasoning, self._reasoning = "".join(self._reasoning), []
-        num_reasoning_tokens, self._num_reasoning_tokens = self._num_reasoning_tokens, 0
-        self._num_calls += sum(call.name is not None for call in calls)
-        reason = delta.finish_reason
-        if reason == "stop" and not self._named_tool and self._calls_are_complete():
-            reason = "tool_calls"
-        return TextDelta(
-            delta.choice,
-            delta.text,
-            delta.token_ids,
-            delta.logprobs,
-            reason,
-            delta.num_cached_tokens,
-            delta.prompt_logprobs,
-            reasoning,
-            calls,
-            num_reasoning_tokens,
-            delta.stop_reason,
-            delta.drafts,
-        )
-
-    def _calls_are_complete(self) -> bool:
-        """Return True if there are complete calls; a call that a stop string has cut is incomplete."""
-        return self._parser is not None and 0 < self._num_calls == self._parser.num_complete
-
-    def _shows(self, stop_token_id: int) -> bool:
-        return self._include_stop or stop_token_id in self._shown_ids
-
-    def _text_of(self, token_ids: list[int]) -> tuple[str, int | None]:
-        push, splitter, scanner = self._detokenizer.push, self._splitter, self._scanner
-        contents = []
-        for index, token_id in enumerate(token_ids):
-            piece = push(token_id)
-            if splitter is not None:
-                was_reasoning = splitter.in_reasoning
-                reasoning, piece = splitter.push(piece)
-                if was_reasoning or splitter.in_reasoning:
-                    self._num_reasoning_tokens += 1
-                if reasoning:
-                    self._reasoning.append(reasoning)
-                if splitter.done:
-                    splitter = self._splitter = None
-            if scanner is not None and len(self.token_ids) + index + 1 > self._min_tokens:
-                piece = scanner.push(piece)
-            contents.append(self._content(piece))
-            if scanner is not None and scanner.found is not None:
-                contents.append(self._end())
-                return "".join(contents), index + 1
-        return "".join(contents), None
-
-    def _tail(self) -> tuple[str, bool]:
-        tail = self._detokenizer.finish()
         if self._splitter is not None:
-            reasoning, aloud = self._splitter.push(tail)
+            reasoning, visible = self._splitter.push(tail)
             more, rest = self._splitter.finish()
             self._reasoning += [reasoning, more]
-            tail = aloud + rest
+            tail = visible + rest
         found = False
         if self._scanner is not None:
             tail = (self._scanner.push(tail) if tail else "") + self._scanner.finish()
             found = self._scanner.found is not None
         return self._content(tail) + self._end(), found
 
-    def _content(self, aloud: str) -> str:
+    def _content(self, visible: str) -> str:
         """Return the content of visible text and store its tool calls."""
-        if self._parser is None or not aloud:
-            return aloud
-        content, calls = self._parser.push(aloud)
-        self._calls += calls
-        return "" if self._only_calls else content
+        return visible if self._parser is None or not visible else self._parsed(*self._parser.push(visible))
 
     def _end(self) -> str:
         """Return the content that the parser held back at the end."""
-        if self._parser is None:
-            return ""
-        content, calls = self._parser.finish()
+        return "" if self._parser is None else self._parsed(*self._parser.finish())
+
+    def _parsed(self, content: str, calls: Sequence[ToolCallDelta]) -> str:
         self._calls += calls
-        return "" if self._only_calls else content
+        return "" if self._format.only_calls else content
 
 
 class EmbeddingChoice:
@@ -307,18 +240,10 @@ def choices_of(request: GenerationRequest, pipeline: TextPipeline) -> Sequence[C
     if request.pooling is not None:
         return [EmbeddingChoice()]
     new_scanner = scanners_of(request)
-    message_format = request.format
-    if message_format is not None and not message_format.parses:
-        message_format = None
-    choices: list[Choice] = []
-    for index in range(request.n):
-        scanner = None if new_scanner is None else new_scanner()
-        detokenizer = detokenizer_of(request, pipeline)
-        if message_format is None:
-            choices.append(Choice(index, request, scanner, detokenizer))
-        else:
-            choices.append(FormattedChoice(index, request, scanner, detokenizer, message_format))
-    return choices
+    return [
+        Choice(index, request, new_scanner and new_scanner(), detokenizer_of(request, pipeline))
+        for index in range(request.n)
+    ]
 
 
 def _shown_drafts(drafts: DraftCounts, before: DraftCounts | None, num_tokens: int, num_shown: int) -> DraftCounts:
