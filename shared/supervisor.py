@@ -10,17 +10,16 @@ children read end-of-file on their pipe and exit (shared.notify).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import fcntl
 import http.client
 import json
 import os
-import selectors
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 
 from shared import config, log, notify, sockets
 from shared.errors import EXIT_CONFIGURATION, EXIT_REFUSED, ConfigurationError
-from shared.settings import GatewaySettings, ServeSettings, WorkerSettings
+from shared.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WORKER_STOP_SECONDS = 10.0
@@ -82,17 +81,13 @@ class Child:
     Attributes:
         was_ready: True if the child has ever sent READY=1.
         reason: Reason that its last process gave for its end; empty if it gave none.
-        restart_at: Monotonic time of the next start, or None while the child runs or stays down.
     """
 
     def __init__(self, spec: ChildSpec, notify_path: Path) -> None:
         self.spec = spec
-        self.process: subprocess.Popen[bytes] | None = None
-        self.started_at = 0.0
-        self.num_failures = 0
+        self.process: asyncio.subprocess.Process | None = None
         self.was_ready = False
         self.reason = ""
-        self.restart_at: float | None = None
         self.notify_path = notify_path
         self.notify_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self.notify_socket.setblocking(False)
@@ -120,7 +115,8 @@ class Child:
                     self.process.send_signal(number)
 
     def close(self) -> None:
-        """Remove the notification socket."""
+        """Kill the process and remove the notification socket."""
+        self.signal(signal.SIGKILL)
         self.notify_socket.close()
         self.notify_path.unlink(missing_ok=True)
 
@@ -139,99 +135,43 @@ class Supervisor:
     def __init__(self, specs: Sequence[ChildSpec], directory: Path, *, backoff: Backoff | None = None) -> None:
         self._backoff = backoff if backoff is not None else Backoff()
         self._children = [Child(spec, directory / f"notify-{spec.name}.sock") for spec in specs]
-        self._selector = selectors.DefaultSelector()
         self._pipe_read, self._pipe_write = os.pipe()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._signals: list[int] = []
-        self._stopping: list[Child] | None = None
-        self._stop_deadline = 0.0
+        self._stopping = asyncio.Event()
         self._exit_code = 0
         self.reason = ""
 
     def run(self) -> int:
         """Run until a stop signal or until a child cannot start; return the exit code. For the main thread only."""
-        self._listen()
+        return asyncio.run(self._run())
+
+    async def _run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        for child in self._children:
+            loop.add_reader(child.notify_socket, child.read_notifications)
         try:
-            for child in self._children:
-                self._start(child)
-            while self._stopping is None or any(child.process for child in self._children):
-                self._wait()
-                self._handle_signals()
-                self._reap()
-                self._restart_due()
-                self._advance_stop()
+            async with asyncio.TaskGroup() as group:
+                tasks = {group.create_task(self._keep_running(child)): child for child in self._children}
+                await self._stopping.wait()
+                for order in sorted({child.spec.stop_order for child in self._children}):
+                    await _stop({task: child for task, child in tasks.items() if child.spec.stop_order == order})
             return self._exit_code
         finally:
-            self._close()
+            for child in self._children:
+                loop.remove_reader(child.notify_socket)
+                child.close()
+            os.close(self._pipe_read)
+            os.close(self._pipe_write)
 
-    def _listen(self) -> None:
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda received, _frame: self._signals.append(received))
-        # The handler does nothing. It exists so that the death of a child writes to the wake-up socket.
-        signal.signal(signal.SIGCHLD, lambda _received, _frame: None)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        for child in self._children:
-            self._selector.register(child.notify_socket, selectors.EVENT_READ, child)
-
-    def _start(self, child: Child) -> None:
-        env = {
-            **child.spec.env,
-            notify.SUPERVISOR_FD_VARIABLE: str(self._pipe_read),
-            "NOTIFY_SOCKET": str(child.notify_path),
-        }
-        child.restart_at, child.reason = None, ""
-        child.started_at = time.monotonic()
-        child.process = subprocess.Popen(
-            child.spec.argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._pipe_read,)
-        )
-        logger.info("started", child=child.spec.name, pid=child.process.pid)
-
-    def _wait(self) -> None:
-        deadlines = [child.restart_at for child in self._children if child.restart_at is not None]
-        if self._stopping:
-            deadlines.append(self._stop_deadline)
-        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        for key, _ in self._selector.select(timeout):
-            if isinstance(key.data, Child):
-                key.data.read_notifications()
-            else:
-                with contextlib.suppress(BlockingIOError):
-                    while self._wake_read.recv(4096):
-                        continue
-
-    def _handle_signals(self) -> None:
-        while self._signals:
-            number = self._signals.pop(0)
-            name = signal.Signals(number).name
-            if self._stopping is None:
-                logger.info("signal", signal=name, next_one="ends_everything")
-                self._begin_stop(0)
-            else:
-                logger.info("signal", signal=name)
-                # A second signal: stop waiting.
-                self._exit_code = self._exit_code or 1
-                self._kill_all()
-
-    def _begin_stop(self, exit_code: int) -> None:
-        self._exit_code = exit_code
-        self._stopping = []
-        notify.stopping("stopping")
-        for child in self._children:
-            child.restart_at = None
-
-    def _reap(self) -> None:
-        for child in self._children:
-            if child.process is None or child.process.poll() is None:
-                continue
-            code, lifetime = child.process.returncode, time.monotonic() - child.started_at
-            # Processes that the child started in its group (ranks of a worker) end with it.
-            child.signal(signal.SIGKILL)
-            child.process = None
-            child.read_notifications()
-            if self._stopping is not None:
+    async def _keep_running(self, child: Child) -> None:
+        """Start the child, and start it again whenever it ends, until everything stops."""
+        num_failures = 0
+        while not self._stopping.is_set():
+            begin = time.monotonic()
+            code = await self._run_once(child)
+            lifetime = time.monotonic() - begin
+            if self._stopping.is_set():
                 said = {"reason": child.reason} if child.reason else {}
                 logger.info("ended", child=child.spec.name, exit_code=code, **said)
             elif code == EXIT_REFUSED or (code == EXIT_CONFIGURATION and not child.was_ready):
@@ -239,9 +179,8 @@ class Supervisor:
                 self.reason = child.reason
                 self._begin_stop(EXIT_CONFIGURATION)
             else:
-                child.num_failures = 1 if lifetime >= self._backoff.healthy else child.num_failures + 1
-                delay = self._backoff.delay(child.num_failures)
-                child.restart_at = time.monotonic() + delay
+                num_failures = 1 if lifetime >= self._backoff.healthy else num_failures + 1
+                delay = self._backoff.delay(num_failures)
                 logger.error(
                     "died",
                     child=child.spec.name,
@@ -250,51 +189,67 @@ class Supervisor:
                     lifetime=round(lifetime, 2),
                     restart_in=delay,
                 )
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _run_once(self, child: Child) -> int:
+        """Run a process of the child and return its exit code."""
+        env = {
+            **child.spec.env,
+            notify.SUPERVISOR_FD_VARIABLE: str(self._pipe_read),
+            "NOTIFY_SOCKET": str(child.notify_path),
+        }
+        child.reason = ""
+        child.process = await asyncio.create_subprocess_exec(
+            *child.spec.argv,
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(self._pipe_read,),
+        )
+        logger.info("started", child=child.spec.name, pid=child.process.pid)
+        if self._stopping.is_set():
+            child.signal(signal.SIGTERM)
+        code = await child.process.wait()
+        # Processes that the child started in its group (ranks of a worker) end with it.
+        child.signal(signal.SIGKILL)
+        child.process = None
+        child.read_notifications()
+        return code
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if not self._stopping.is_set():
+            logger.info("signal", signal=name, next_one="ends_everything")
+            self._begin_stop(0)
+            return
+        logger.info("signal", signal=name)
+        # A second signal: stop waiting.
+        self._exit_code = self._exit_code or 1
+        for child in self._children:
+            child.signal(signal.SIGKILL)
+
+    def _begin_stop(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        notify.stopping("stopping")
+        self._stopping.set()
 
     def were_ready(self, kind: str) -> bool:
         """Return True if every child named `kind`-NUMBER has been ready at some time. Other threads may call this."""
         return all(child.was_ready for child in self._children if child.spec.name.startswith(f"{kind}-"))
 
-    def _restart_due(self) -> None:
-        now = time.monotonic()
-        for child in self._children:
-            if self._stopping is None and child.restart_at is not None and child.restart_at <= now:
-                self._start(child)
 
-    def _advance_stop(self) -> None:
-        """Stop the next group of children when the previous one is gone; kill those that take too long."""
-        if self._stopping is None:
-            return
-        alive = [child for child in self._children if child.process is not None]
-        if any(child in alive for child in self._stopping):
-            if time.monotonic() >= self._stop_deadline:
-                for child in self._stopping:
-                    logger.warning("killed because it did not end in time", child=child.spec.name)
-                    child.signal(signal.SIGKILL)
-                self._stop_deadline = time.monotonic() + 1.0
-            return
-        order = min((child.spec.stop_order for child in alive), default=None)
-        self._stopping = [child for child in alive if child.spec.stop_order == order]
-        for child in self._stopping:
-            child.signal(signal.SIGTERM)
-        self._stop_deadline = time.monotonic() + max((child.spec.stop_seconds for child in self._stopping), default=0.0)
-
-    def _kill_all(self) -> None:
-        for child in self._children:
-            child.signal(signal.SIGKILL)
-
-    def _close(self) -> None:
-        self._kill_all()
-        signal.set_wakeup_fd(-1)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        for child in self._children:
-            child.close()
-        self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
-        os.close(self._pipe_read)
-        os.close(self._pipe_write)
+async def _stop(children: Mapping[asyncio.Task[None], Child]) -> None:
+    """Stop a group of children, given with the tasks that run them; kill those that take too long."""
+    number, seconds = signal.SIGTERM, max(child.spec.stop_seconds for child in children.values())
+    running = set(children)
+    while running:
+        for task in running:
+            children[task].signal(number)
+        _, running = await asyncio.wait(running, timeout=seconds)
+        for task in running:
+            logger.warning("killed because it did not end in time", child=children[task].spec.name)
+        number, seconds = signal.SIGKILL, 1.0
 
 
 def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -333,22 +288,21 @@ def child_specs(settings: ServeSettings, env: Mapping[str, str]) -> list[ChildSp
     """Return the workers and gateways of one `pelton serve`; the gateways stop first."""
     # Not the supervisor's own socket: each child gets the socket on which the supervisor listens.
     inherited = {name: value for name, value in env.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
-    num_workers = settings.data_parallel_size
-    num_threads = settings.num_threads
-    if num_threads == 0 and num_workers > 1:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    if settings.num_threads == 0 and settings.data_parallel_size > 1:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // settings.data_parallel_size)
+        settings = dataclasses.replace(settings, num_threads=num_threads)
+    gateway_seconds = settings.drain_timeout + _GATEWAY_STOP_MARGIN_SECONDS
+    sides: tuple[tuple[str, type[CommonSettings], int, int, float], ...] = (
+        ("worker", WorkerSettings, settings.data_parallel_size, 1, _WORKER_STOP_SECONDS),
+        ("gateway", GatewaySettings, settings.gateway_processes, 0, gateway_seconds),
+    )
     specs = []
-    for index in range(num_workers):
-        worker = dataclasses.replace(settings, worker_index=index, num_threads=num_threads)
-        argv = python_module("worker") + config.settings_to_argv(WorkerSettings, worker)
-        child_env = config.settings_to_environment(WorkerSettings, worker, inherited)
-        specs.append(ChildSpec(f"worker-{index}", tuple(argv), child_env, 1, _WORKER_STOP_SECONDS))
-    stop_seconds = settings.drain_timeout + _GATEWAY_STOP_MARGIN_SECONDS
-    for index in range(settings.gateway_processes):
-        gateway = dataclasses.replace(settings, gateway_index=index)
-        argv = python_module("gateway") + config.settings_to_argv(GatewaySettings, gateway)
-        child_env = config.settings_to_environment(GatewaySettings, gateway, inherited)
-        specs.append(ChildSpec(f"gateway-{index}", tuple(argv), child_env, 0, stop_seconds))
+    for kind, cls, count, stop_order, stop_seconds in sides:
+        for index in range(count):
+            own = dataclasses.replace(settings, worker_index=index, gateway_index=index)
+            argv = (*python_module(kind), *config.settings_to_argv(cls, own))
+            child_env = config.settings_to_environment(cls, own, inherited)
+            specs.append(ChildSpec(f"{kind}-{index}", argv, child_env, stop_order, stop_seconds))
     return specs
 
 
@@ -458,12 +412,9 @@ def _reachable_host(settings: ServeSettings) -> str:
 def _get(settings: ServeSettings, path: str, headers: Mapping[str, str]) -> bytes | None:
     """Return the body of a 200 response, else None."""
     connection = http.client.HTTPConnection(_reachable_host(settings), settings.port, timeout=_REQUEST_SECONDS)
-    try:
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", path, headers=dict(headers))
         response = connection.getresponse()
-        body = response.read()
-        return body if response.status == 200 else None
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+        if response.status == 200:
+            return response.read()
+    return None
