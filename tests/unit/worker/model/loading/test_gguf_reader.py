@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -25,6 +26,7 @@ from tests.unit.worker.model.loading.forge import (
     pair,
     string,
     tiny_gguf,
+    tiny_tensors,
     value_pair,
 )
 from worker.model.loading import default_model_path
@@ -33,19 +35,31 @@ from worker.model.loading.gguf_reader import GGUFFile, StringArray
 HUGE = 2**63
 
 
-def _open(tmp_path: Path, content: bytes) -> GGUFFile:
+def _open(tmp_path: Path, content: bytes | bytearray) -> GGUFFile:
     path = tmp_path / "some.gguf"
     path.write_bytes(content)
     return GGUFFile(path)
 
 
-def _one_tensor(**fields: object) -> Forged:
+def _tensor(**fields: object) -> bytes:
     values: dict[str, object] = {"name": "weight", "dimensions": (32,), "data": bytes(128)}
-    return Forged(tensors=[Tensor(**{**values, **fields})])
+    return Forged(tensors=[Tensor(**{**values, **fields})]).build()
 
 
-def _with_pair(*pairs: bytes) -> Forged:
-    return Forged(list(pairs), [Tensor("weight", (32,), bytes(128))])
+def _two(first: str, second: str, offset: int | None = None) -> bytes:
+    return Forged(tensors=[Tensor(first, (16,), bytes(64)), Tensor(second, (16,), bytes(64), offset=offset)]).build()
+
+
+def _pair(*arguments: Any) -> bytes:
+    return Forged([pair(*arguments)], [Tensor("weight", (32,), bytes(128))]).build()
+
+
+def _array(kind: int, count: int, *values: int) -> bytes:
+    return struct.pack(f"<IQ{len(values)}Q", kind, count, *values)
+
+
+def _alignment(value: object) -> bytes:
+    return Forged([value_pair("general.alignment", value)]).build()
 
 
 MALFORMED: dict[str, tuple[bytes, str]] = {
@@ -55,67 +69,43 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "big endian": (Forged(version=0x03000000).build(), "big endian"),
     "n_tensors": (Forged(num_tensors=HUGE).build(), f"claims {HUGE} tensors"),
     "n_kv": (Forged(num_pairs=HUGE).build(), f"claims {HUGE} metadata keys"),
-    "dims wrap 32": (_one_tensor(dimensions=(2**32, 2**32)).build(), "weight has the impossible dimensions"),
-    "dims wrap 61": (_one_tensor(dimensions=(2**61,)).build(), "weight would end at byte"),
-    "dims wrap 64": (_one_tensor(dimensions=(2**62, 4)).build(), "weight has the impossible dimensions"),
-    "dim 0": (_one_tensor(dimensions=(32, 0)).build(), "weight has the impossible dimensions"),
-    "dim negative": (_one_tensor(dimensions=(2**64 - 1,)).build(), "weight has the impossible dimensions"),
-    "large matrix": (_one_tensor(dimensions=(65536, 65536)).build(), "weight would end at byte"),
-    "no dimensions": (_one_tensor(dimensions=()).build(), "weight has 0 dimensions"),
-    "5 dimensions": (_one_tensor(dimensions=(2, 1, 1, 1, 1)).build(), "weight has 5 dimensions"),
-    "2^31 dimensions": (_one_tensor(num_dimensions=2**31).build(), f"weight has {2**31} dimensions"),
-    "offset beyond": (_one_tensor(offset=2**40).build(), "weight would end at byte"),
-    "offset huge": (_one_tensor(offset=2**64 - 32).build(), "weight would end at byte"),
-    "misaligned": (_one_tensor(offset=8, data=bytes(256)).build(), "weight is at offset 8"),
-    "type unknown": (_one_tensor(kind=255).build(), "weight has the type number 255"),
-    "type unsupported": (_one_tensor(kind=12).build(), "weight has the type Q4_K"),
-    "type withdrawn": (_one_tensor(kind=4).build(), "weight has the type Q4_2"),
-    "no whole block": (_one_tensor(kind=Q8_0, dimensions=(33,)).build(), "weight has rows of 33 values"),
-    "name empty": (_one_tensor(name="").build(), "name of tensor number 0"),
-    "name bytes": (_one_tensor(name=b"\xff\xfe").build(), "not valid UTF-8"),
-    "same name": (Forged(tensors=[Tensor("w", (8,), bytes(32)), Tensor("w", (8,), bytes(32))]).build(), "w appears"),
-    "overlap": (
-        Forged(tensors=[Tensor("a", (16,), bytes(64)), Tensor("b", (16,), bytes(64), offset=32)]).build(),
-        "tensors a and b overlap",
-    ),
-    "same place": (
-        Forged(tensors=[Tensor("a", (8,), bytes(32)), Tensor("b", (8,), bytes(32), offset=0)]).build(),
-        "overlap",
-    ),
-    "same key": (_with_pair(value_pair("k", 1), value_pair("k", 2)).build(), "k appears twice"),
-    "alignment 0": (_with_pair(value_pair("general.alignment", 0)).build(), "general.alignment is 0"),
-    "alignment 3": (_with_pair(value_pair("general.alignment", 3)).build(), "general.alignment is 3"),
-    "alignment 2^32": (
-        _with_pair(pair("general.alignment", UINT64, struct.pack("<Q", 2**32))).build(),
-        "general.alignment is not a 32-bit",
-    ),
-    "alignment 2^31": (_with_pair(value_pair("general.alignment", 2**31)).build(), "general.alignment is 2147483648"),
-    "alignment text": (_with_pair(value_pair("general.alignment", "32")).build(), "general.alignment is not a 32-bit"),
-    "bool 7": (_with_pair(pair("flag", BOOL, b"\x07")).build(), "flag is a boolean with the value 7"),
-    "bool array": (
-        _with_pair(pair("flags", ARRAY, struct.pack("<IQ", BOOL, 2) + b"\1\7")).build(),
-        "flags is a bool",
-    ),
-    "value type": (_with_pair(pair("odd", 255, bytes(8))).build(), "odd has the unknown value type 255"),
-    "element type": (_with_pair(pair("odd", ARRAY, struct.pack("<IQ", 255, 1))).build(), "odd has the unknown value"),
-    "key bytes": (_with_pair(pair(b"\xc3\x28", UINT32, bytes(4))).build(), "not valid UTF-8"),
-    "key empty": (_with_pair(pair("", UINT32, bytes(4))).build(), "has 0 bytes"),
-    "key long": (_with_pair(pair("k" * 70_000, UINT32, bytes(4))).build(), "has 70000 bytes"),
-    "value bytes": (_with_pair(pair("text", STRING, string(b"\xff"))).build(), "text is not valid UTF-8"),
-    "string 2^64-1": (
-        _with_pair(pair("text", STRING, struct.pack("<Q", 2**64 - 1))).build(),
-        f"text needs {2**64 - 1} bytes",
-    ),
-    "token 2^31+5": (
-        _with_pair(pair("tokens", ARRAY, struct.pack("<IQQ", STRING, 1, 2**31 + 5) + bytes(64))).build(),
-        "tokens[0] needs",
-    ),
-    "array 2^62": (_with_pair(pair("many", ARRAY, struct.pack("<IQ", UINT32, 2**62))).build(), "many needs"),
-    "strings 2^62": (_with_pair(pair("many", ARRAY, struct.pack("<IQ", STRING, 2**62))).build(), "many claims"),
-    "nested 1000": (
-        _with_pair(pair("deep", ARRAY, struct.pack("<IQ", ARRAY, 1) * 1000 + struct.pack("<IQ", UINT32, 0))).build(),
-        "deep is an array of arrays",
-    ),
+    "dims wrap 32": (_tensor(dimensions=(2**32, 2**32)), "weight has the impossible dimensions"),
+    "dims wrap 61": (_tensor(dimensions=(2**61,)), "weight would end at byte"),
+    "dim 0": (_tensor(dimensions=(32, 0)), "weight has the impossible dimensions"),
+    "dim negative": (_tensor(dimensions=(2**64 - 1,)), "weight has the impossible dimensions"),
+    "no dimensions": (_tensor(dimensions=()), "weight has 0 dimensions"),
+    "5 dimensions": (_tensor(dimensions=(2, 1, 1, 1, 1)), "weight has 5 dimensions"),
+    "2^31 dimensions": (_tensor(num_dimensions=2**31), f"weight has {2**31} dimensions"),
+    "offset huge": (_tensor(offset=2**64 - 32), "weight would end at byte"),
+    "misaligned": (_tensor(offset=8, data=bytes(256)), "weight is at offset 8"),
+    "type unknown": (_tensor(kind=255), "weight has the type number 255"),
+    "type unsupported": (_tensor(kind=12), "weight has the type Q4_K"),
+    "type withdrawn": (_tensor(kind=4), "weight has the type Q4_2"),
+    "no whole block": (_tensor(kind=Q8_0, dimensions=(33,)), "weight has rows of 33 values"),
+    "name empty": (_tensor(name=""), "name of tensor number 0"),
+    "name bytes": (_tensor(name=b"\xff\xfe"), "not valid UTF-8"),
+    "same name": (_two("w", "w"), "w appears"),
+    "overlap": (_two("a", "b", offset=32), "tensors a and b overlap"),
+    "same place": (_two("a", "b", offset=0), "overlap"),
+    "same key": (Forged([value_pair("k", 1), value_pair("k", 2)]).build(), "k appears twice"),
+    "alignment 0": (_alignment(0), "general.alignment is 0"),
+    "alignment 3": (_alignment(3), "general.alignment is 3"),
+    "alignment 2^31": (_alignment(2**31), "general.alignment is 2147483648"),
+    "alignment 2^32": (_pair("general.alignment", UINT64, struct.pack("<Q", 2**32)), "alignment is not a 32-bit"),
+    "alignment text": (_alignment("32"), "general.alignment is not a 32-bit"),
+    "bool 7": (_pair("flag", BOOL, b"\x07"), "flag is a boolean with the value 7"),
+    "bool array": (_pair("flags", ARRAY, _array(BOOL, 2) + b"\1\7"), "flags is a bool"),
+    "value type": (_pair("odd", 255, bytes(8)), "odd has the unknown value type 255"),
+    "element type": (_pair("odd", ARRAY, _array(255, 1)), "odd has the unknown value"),
+    "key bytes": (_pair(b"\xc3\x28", UINT32, bytes(4)), "not valid UTF-8"),
+    "key empty": (_pair("", UINT32, bytes(4)), "has 0 bytes"),
+    "key long": (_pair("k" * 70_000, UINT32, bytes(4)), "has 70000 bytes"),
+    "value bytes": (_pair("text", STRING, string(b"\xff")), "text is not valid UTF-8"),
+    "string 2^64-1": (_pair("text", STRING, struct.pack("<Q", 2**64 - 1)), f"text needs {2**64 - 1} bytes"),
+    "token 2^31+5": (_pair("tokens", ARRAY, _array(STRING, 1, 2**31 + 5, *[0] * 8)), "tokens[0] needs"),
+    "array 2^62": (_pair("many", ARRAY, _array(UINT32, 2**62)), "many needs"),
+    "strings 2^62": (_pair("many", ARRAY, _array(STRING, 2**62)), "many claims"),
+    "nested 1000": (_pair("deep", ARRAY, _array(ARRAY, 1) * 1000 + _array(UINT32, 0)), "deep is an array of arrays"),
 }
 
 
@@ -130,7 +120,7 @@ def test_malformed_files_are_named_with_the_fault(tmp_path: Path, case: str) -> 
 
 def test_names_from_files_are_fit_for_a_terminal(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError) as caught:
-        _open(tmp_path, _with_pair(pair("\x1b[2J" + "k" * 60_000, 255, bytes(8))).build())
+        _open(tmp_path, _pair("\x1b[2J" + "k" * 60_000, 255, bytes(8)))
     assert "\x1b" not in str(caught.value) and "\\x1b[2Jkkk" in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -154,42 +144,28 @@ def test_a_well_formed_file_opens(tmp_path: Path) -> None:
 
 
 def test_every_truncation_is_an_error(tmp_path: Path) -> None:
-    whole = tiny_gguf()
     path = tmp_path / "cut.gguf"
-    last_end = len(whole)
-    path.write_bytes(whole)
+    path.write_bytes(tiny_gguf())
     with GGUFFile(path) as file:
         last_end = max(info.offset + info.num_bytes for info in file.tensors.values())
         data_start = min(info.offset for info in file.tensors.values())
-    # Every 64 bytes, then each of the tensor table and of the metadata: the file only becomes shorter.
-    for length in [last_end - 1, *reversed(range(data_start, last_end, 64)), *reversed(range(data_start))]:
+    # The ends of two tensors, then every third byte of the tensor table and the metadata: the file becomes shorter.
+    for length in [last_end - 1, data_start + 64, *reversed(range(0, data_start, 3))]:
         os.truncate(path, length)
         with pytest.raises(ModelFileError, match=r"^cut\.gguf: "):
             GGUFFile(path)
 
 
-def overwrite(path: Path, position: int, value: int) -> None:
-    """One byte: thousands of whole files would take long to write."""
-    with path.open("r+b") as file:
-        file.seek(position)
-        file.write(bytes([value]))
-
-
 def test_single_flipped_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
-    whole = tiny_gguf()
-    path = tmp_path / "flipped.gguf"
-    path.write_bytes(whole)
-    with GGUFFile(path) as file:
-        data_start = min(info.offset for info in file.tensors.values())
+    whole = bytearray(tiny_gguf(tensors=tiny_tensors()[1::9]))  # the two norms
     rng = np.random.default_rng(5)
-    for position in rng.integers(0, data_start, 1500):
-        overwrite(path, int(position), int(rng.integers(0, 256)))
+    for position in rng.integers(0, len(whole), 1500):
+        before, whole[position] = whole[position], rng.integers(0, 256)
         try:
-            GGUFFile(path).close()
+            _open(tmp_path, whole).close()
         except ModelFileError as error:
-            assert "flipped.gguf" in str(error)
-        overwrite(path, int(position), whole[position])
-    assert path.read_bytes() == whole
+            assert "some.gguf" in str(error)
+        whole[position] = before
 
 
 def test_a_file_that_shrinks_after_opening_gives_an_error(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.fakes.weights import make_batch
-from tests.unit.worker.model.loading.test_hf_folder import CONFIG, _tokenizer
+from tests.unit.worker.model.loading.test_hf_folder import SIZES, _tokenizer
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading import ModelFiles, open_model
@@ -37,8 +37,7 @@ def _logits(files: ModelFiles, ids: list[int]) -> torch.Tensor:
 )
 def test_folders_that_transformers_writes(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     torch.manual_seed(1)
-    sizes = {key: CONFIG[key] for key in CONFIG if key.startswith(("num_", "hidden_", "vocab", "max_", "inter", "rms"))}
-    config = getattr(transformers, f"{family}Config")(**{**sizes, "head_dim": 8, "eos_token_id": 1, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, "head_dim": 8, "eos_token_id": 1, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

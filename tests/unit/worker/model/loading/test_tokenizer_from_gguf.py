@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from shared.errors import ModelFileError
-from tests.unit.worker.model.loading.forge import TINY_METADATA, tiny_gguf, tiny_tensors
+from tests.unit.worker.model.loading.forge import TINY_METADATA, tiny_gguf
 from worker.model.loading import ModelFiles, default_model_path, open_model
 from worker.model.loading.gguf_reader import GGUFFile
 from worker.model.loading.tokenizer_from_gguf import convert_tokenizer, read_vocabulary
@@ -84,10 +84,11 @@ def test_control_tokens_are_special_and_the_vocabulary_is_whole(smollm: ModelFil
     assert tokenizer.decode([1, 33, 2], skip_special_tokens=True) == "1"
 
 
-def _gpt2_like(pre: str) -> Tokenizer:
-    """A tokenizer whose vocabulary is the default model's, with another pre-tokenizer type."""
-    with GGUFFile(default_model_path()) as file:
-        file.metadata["tokenizer.ggml.pre"] = pre
+def _converted(path: Path | None = None, *, absent: str = "", **changes: object) -> Tokenizer:
+    """Return the tokenizer of a file, by default the default model's, with changes to the vocabulary's keys."""
+    with GGUFFile(path or default_model_path()) as file:
+        file.metadata |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+        file.metadata.pop(absent, None)
         return Tokenizer.from_buffer(convert_tokenizer(file, read_vocabulary(file)))
 
 
@@ -96,56 +97,31 @@ def _gpt2_like(pre: str) -> Tokenizer:
 def test_pre_tokenizers_split_as_those_of_transformers(pre: str) -> None:
     from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
-    with GGUFFile(default_model_path()) as file:
-        parts: dict[str, Any] = json.loads(convert_tokenizer(file, read_vocabulary(file)))["model"]
-    merges = [tuple(merge.split(" ")) for merge in parts["merges"]]
+    ours = _converted(pre=pre)
+    parts: dict[str, Any] = json.loads(ours.to_str())["model"]
+    merges = [tuple(merge) for merge in parts["merges"]]
     kind = Qwen2Tokenizer if pre == "qwen2" else GPT2Tokenizer
     reference = kind(vocab=parts["vocab"], merges=merges)
-    ours = _gpt2_like(pre)
     for text in CORPUS:
         if "<" not in text:
             assert ours.encode(text, add_special_tokens=False).ids == reference.encode(text), text
 
 
 def test_llama3_splits_digits_by_threes_and_keeps_whole_tokens() -> None:
-    tokenizer = _gpt2_like("llama-bpe")
+    tokenizer = _converted(pre="llama-bpe")
     assert tokenizer.pre_tokenizer is not None
     pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("I'LL pay 12345 now!\n\n  x")]
     assert pieces == ["I", "'LL", "Ġpay", "Ġ", "123", "45", "Ġnow", "!ĊĊ", "Ġ", "Ġx"]
     assert json.loads(tokenizer.to_str())["model"]["ignore_merges"] is True
     # The type begins texts with the beginning-of-text token unless the file says otherwise.
-    with GGUFFile(default_model_path()) as file:
-        file.metadata["tokenizer.ggml.pre"] = "llama-bpe"
-        assert not read_vocabulary(file).add_bos_token
-        del file.metadata["tokenizer.ggml.add_bos_token"]
-        assert read_vocabulary(file).add_bos_token
-        converted = Tokenizer.from_buffer(convert_tokenizer(file, read_vocabulary(file)))
-        assert converted.encode("hi").ids[0] == 1
-        assert converted.encode("hi", add_special_tokens=False).ids[0] != 1
+    assert tokenizer.encode("hi").ids[0] != 1
+    unsaid = _converted(pre="llama-bpe", absent="tokenizer.ggml.add_bos_token")
+    assert unsaid.encode("hi").ids == [1, *unsaid.encode("hi", add_special_tokens=False).ids]
 
 
 # ---- SentencePiece -------------------------------------------------------------------------------------------
 
-PIECES = [
-    "▁",
-    "h",
-    "e",
-    "l",
-    "o",
-    "w",
-    "r",
-    "d",
-    "he",
-    "ll",
-    "llo",
-    "hello",
-    "▁he",
-    "▁hello",
-    "▁w",
-    "or",
-    "ld",
-    "▁world",
-]
+PIECES = ["▁", *"helowrd", "he", "ll", "llo", "hello", "▁he", "▁hello", "▁w", "or", "ld", "▁world"]
 PIECES += ["lo", "el", "ello", "▁▁", "wor", "orl", "世"]
 SPM: dict[str, object] = {
     "tokenizer.ggml.model": "llama",
@@ -163,8 +139,7 @@ SPM: dict[str, object] = {
 def _spm_tokenizer(tmp_path: Path, **changes: object) -> tuple[Tokenizer, dict[str, int]]:
     path = tmp_path / "spm.gguf"
     path.write_bytes(tiny_gguf({**SPM, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}))
-    with GGUFFile(path) as file:
-        tokenizer = Tokenizer.from_buffer(convert_tokenizer(file, read_vocabulary(file)))
+    tokenizer = _converted(path)
     return tokenizer, tokenizer.get_vocab()
 
 
@@ -215,14 +190,14 @@ def test_a_text_ends_with_the_end_token_where_the_file_says_so(tmp_path: Path, a
     ids = _sentencepiece_ids("hello world", vocab)
     assert tokenizer.encode("hello world").ids == [*([1] if add_bos else []), *ids, 2]
     assert tokenizer.encode("hello world", add_special_tokens=False).ids == ids
-    with GGUFFile(default_model_path()) as file:
-        file.metadata["tokenizer.ggml.add_eos_token"] = True
-        byte_level = Tokenizer.from_buffer(convert_tokenizer(file, read_vocabulary(file)))
-    end = file.metadata["tokenizer.ggml.eos_token_id"]
-    assert byte_level.encode("hi").ids == [*byte_level.encode("hi", add_special_tokens=False).ids, end]
+    if add_bos:
+        byte_level = _converted(add_eos_token=True)
+        assert byte_level.encode("hi").ids == [*byte_level.encode("hi", add_special_tokens=False).ids, 2]
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------
+
+TWICE = [*TINY_METADATA["tokenizer.ggml.tokens"][:-1], "A"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -230,14 +205,12 @@ def test_a_text_ends_with_the_end_token_where_the_file_says_so(tmp_path: Path, a
     [
         ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing"),
-        ({"tokenizer.ggml.pre": "made-up"}, "tokenizer.ggml.pre is 'made-up'"),
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
         ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing"),
-        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens is missing or not an array"),
+        ({"tokenizer.ggml.tokens": TWICE}, "tokenizer.ggml.tokens holds 'A' twice"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
         ({"tokenizer.ggml.merges": ["q x z"]}, "the tokenizer cannot be used"),
-        ({"tokenizer.ggml.merges": ["h nonsense"]}, "the tokenizer cannot be used"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "tokenizer.ggml.token_type does not contain"),
         ({"tokenizer.ggml.eos_token_id": 1 << 20}, "tokenizer.ggml.eos_token_id is 1048576"),
         ({"tokenizer.ggml.add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token is 'yes'"),
@@ -253,12 +226,3 @@ def test_vocabularies_that_cannot_be_used_are_named(tmp_path: Path, changes: dic
         open_model(str(path), tmp_path / "cache")
     assert message in str(caught.value) and str(caught.value).startswith("bad.gguf: ")
     assert not list((tmp_path / "cache").rglob("*.bin"))
-
-
-def test_a_token_that_appears_twice_is_named(tmp_path: Path) -> None:
-    tokens = TINY_METADATA["tokenizer.ggml.tokens"]
-    assert isinstance(tokens, list)
-    path = tmp_path / "twice.gguf"
-    path.write_bytes(tiny_gguf({"tokenizer.ggml.tokens": [*tokens[:-1], "A"]}, tiny_tensors()))
-    with pytest.raises(ModelFileError, match=r"twice\.gguf: tokenizer\.ggml\.tokens holds 'A' twice"):
-        open_model(str(path), tmp_path / "cache")
