@@ -7,8 +7,8 @@ and replaced, until too many abandoned threads are still running.
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ _stack_size_lock = threading.Lock()
 
 
 class DeepThreads:
-    """A few daemon threads, started when they are first needed. The methods must be called from one thread.
+    """A daemon thread for each piece of work, of which a few run at a time. Call the methods from one thread.
 
     Args:
         name: Name of the threads.
@@ -36,105 +36,71 @@ class DeepThreads:
         self._name = name
         self._num_threads = num_threads
         self._max_abandoned = max_abandoned
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_alive = 0
-        self._num_abandoned = 0
-        self._num_unfinished = 0
-        self._running: set[_Work] = set()
+        self._lock = threading.RLock()  # callbacks of a future may be called with the lock held
+        self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._running: set[Future[Any]] = set()
+        self._abandoned: set[Future[Any]] = set()
 
     @property
     def num_abandoned(self) -> int:
         """Number of abandoned threads that are still running."""
-        return self._num_abandoned
+        return len(self._abandoned)
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Run the function in one of the threads. The future receives its result or exception.
+        """Run the function in a thread. The future receives its result or exception.
+
+        The exception is UnavailableError if no thread can be started.
 
         Raises:
-            UnavailableError: Too many threads are abandoned, or no thread can be started.
+            UnavailableError: Too many threads are abandoned.
         """
-        if self._num_abandoned >= self._max_abandoned:
+        if self.num_abandoned >= self._max_abandoned:
             raise UnavailableError(
                 "The server cannot compile grammars now, because earlier compilations have not ended. Try again later."
             )
+        future: Future[T] = Future()
         with self._lock:
-            needs_thread = self._num_alive < min(self._num_threads, self._num_unfinished + 1)
-        if needs_thread and not self._start_thread() and not self._num_alive:
-            raise _no_memory()
-        work = _Work(function)
-        with self._lock:
-            self._num_unfinished += 1
-        self._queue.put(work)
-        return work.future
+            self._queue.append((future, function))
+            self._start_threads()
+        return future
 
     def abandon(self, future: Future[Any]) -> None:
         """Stop waiting for running work and replace its thread."""
         with self._lock:
-            work = next((work for work in self._running if work.future is future and not work.abandoned), None)
-            if work is None:
-                return
-            work.abandoned = True
-            self._num_abandoned += 1
-            self._num_alive -= 1
-        if not self._start_thread() and not self._num_alive:
-            self._reject_queued()
+            if future in self._running:
+                self._running.remove(future)
+                self._abandoned.add(future)
+                self._start_threads()
 
-    def close(self) -> None:
-        """Make idle threads exit."""
-        for _ in range(self._num_alive):
-            self._queue.put(None)
-
-    def _reject_queued(self) -> None:
-        """Fail all queued work, because no thread is left to run it."""
-        while True:
-            try:
-                work = self._queue.get_nowait()
-            except queue.Empty:
-                return
-            if work is None:
-                continue
-            with self._lock:
-                self._num_unfinished -= 1
-            if work.future.set_running_or_notify_cancel():
-                work.future.set_exception(_no_memory())
-
-    def _start_thread(self) -> bool:
-        with _stack_size_lock:
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-            except RuntimeError:  # not enough memory for another stack
-                return False
-            finally:
-                threading.stack_size(before)
-        with self._lock:
-            self._num_alive += 1
-        return True
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if work.future.set_running_or_notify_cancel():
-                with self._lock:
-                    self._running.add(work)
+    def _start_threads(self) -> None:
+        """Start as much of the queued work as may run. The caller holds the lock."""
+        while self._queue and len(self._running) < self._num_threads:
+            future, function = self._queue[0]
+            thread = threading.Thread(target=self._run, args=(future, function), name=self._name, daemon=True)
+            with _stack_size_lock:
+                before = threading.stack_size(STACK_BYTES)
                 try:
-                    work.future.set_result(work.function())
-                except BaseException as error:  # noqa: BLE001 - the future reports it
-                    work.future.set_exception(error)
-            with self._lock:
-                self._running.discard(work)
-                self._num_unfinished -= 1
-                self._num_abandoned -= work.abandoned
-            if work.abandoned:
-                return
+                    thread.start()
+                except RuntimeError:  # not enough memory for another stack
+                    if self._running:
+                        return  # the end of that work starts this one
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(
+                            UnavailableError("The server has no memory left to compile grammars. Try again later.")
+                        )
+                else:
+                    self._running.add(future)
+                finally:
+                    threading.stack_size(before)
+            self._queue.popleft()
 
-
-def _no_memory() -> UnavailableError:
-    return UnavailableError("The server has no memory left to compile grammars. Try again later.")
-
-
-class _Work:
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.future: Future[Any] = Future()
-        self.function = function
-        self.abandoned = False
+    def _run(self, future: Future[Any], function: Callable[[], Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - the future reports it
+                future.set_exception(error)
+        with self._lock:
+            self._running.discard(future)
+            self._abandoned.discard(future)
+            self._start_threads()

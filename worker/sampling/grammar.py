@@ -119,8 +119,7 @@ class _Vocabulary:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
-        self._failure: PeltonError | None = None
+        self._created: Future[LLTokenizer] = Future()
         self._num_words = -(-vocab_size // 32)
         self._within: Words = np.zeros(self._num_words, dtype=np.uint32)
         self.ends: Words = np.zeros(0, dtype=np.uint32)
@@ -128,16 +127,17 @@ class _Vocabulary:
     @property
     def is_created(self) -> bool:
         """True if `tokenizer` returns or raises immediately."""
-        return self._tokenizer is not None or self._failure is not None
+        return self._created.done()
 
     def tokenizer(self) -> LLTokenizer:
         """Return the tokenizer. Raise InvalidRequestError if tokens of this kind of tokenizer have no byte strings."""
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._tokenizer is None:
-                self._tokenizer = self._create()
-            return self._tokenizer
+            if not self._created.done():
+                try:
+                    self._created.set_result(self._create())
+                except PeltonError as error:
+                    self._created.set_exception(error)
+        return self._created.result()
 
     def _create(self) -> LLTokenizer:
         begin = time.monotonic()
@@ -151,8 +151,7 @@ class _Vocabulary:
                 tokenizer = _tokenizer(source, num_ids, ends)
         except ValueError as error:
             log.warning("tokenizer_without_grammars", reason=str(error)[:200])
-            self._failure = InvalidRequestError(f"this model's tokenizer does not support grammars: {str(error)[:200]}")
-            raise self._failure from None
+            raise InvalidRequestError(f"this model's tokenizer does not support grammars: {str(error)[:200]}") from None
         self.ends = _bits(ends, tokenizer.vocab_size)
         self._within = _bits(sorted(set(range(self._vocab_size)).difference(absent)), self._vocab_size)
         log.info("grammars_ready", seconds=round(time.monotonic() - begin, 2), num_ids=tokenizer.vocab_size)
@@ -297,28 +296,26 @@ class LLGrammars:
         if compilation.finished:
             return True
         future = compilation.future
-        if future is None or not future.done():
+        if not future.done():
             started = compilation.started
-            if future is None or started is None or time.monotonic() - started < self._compile_seconds:
+            if started is None or time.monotonic() - started < self._compile_seconds:
                 return False
             self._threads.abandon(future)
-            compilation.failure = InvalidRequestError(
-                f"compiling the grammar takes more than {self._compile_seconds:g} s: it is too complex; simplify it",
-                code="invalid_grammar",
+            compilation.future = future = Future()
+            future.set_exception(
+                InvalidRequestError(
+                    f"compiling the grammar takes more than {self._compile_seconds:g} s: it is too complex; "
+                    "simplify it",
+                    code="invalid_grammar",
+                )
             )
-        elif not future.cancelled():
-            compilation.set_outcome(future)
         compilation.finished = True
         self.forget(compilation)
         self._counters.grammar_compilations_total += 1
         self._counters.grammar_compile_seconds_total += compilation.seconds
-        if compilation.compiled is not None:
+        if future.exception() is None:
             self._cache.put(compilation)
         return True
-
-    def close(self) -> None:
-        """Make the threads exit."""
-        self._threads.close()
 
     def forget(self, compilation: _Compilation) -> None:
         """Compile the grammar anew when it is needed again, unless it is in the cache."""
@@ -332,12 +329,10 @@ class _Compilation:
     def __init__(self, source: str, tokenizer: Callable[[], LLTokenizer], grammars: LLGrammars) -> None:
         self.source = source
         self.num_waiters = 0
-        self.future: Future[LLMatcher] | None = None
+        self.future: Future[LLMatcher] = Future()
         self.started: float | None = None
         self.seconds = 0.0
         self.finished = False
-        self.compiled: LLMatcher | None = None
-        self.failure: PeltonError | None = None
         self._tokenizer = tokenizer
         self._grammars = grammars
 
@@ -347,46 +342,37 @@ class _Compilation:
 
     def open(self) -> Matcher:
         """Return a copy of the compiled grammar. Raise PeltonError if it could not be compiled."""
-        if self.failure is not None:
-            raise self.failure
-        if self.compiled is None:
-            raise RuntimeError("the grammar has not been compiled yet")
-        return Matcher(self.compiled.deep_copy())
+        return Matcher(self.future.result(timeout=0).deep_copy())
 
     def release(self) -> None:
         """Remove one waiting request, and cancel the compilation if it was the last and compilation has not started."""
         self.num_waiters -= 1
         # A running compilation continues within its time limit; `prepare` records its outcome.
-        if self.num_waiters == 0 and not self.finished and self.future is not None and self.future.cancel():
+        if self.num_waiters == 0 and not self.finished and self.future.cancel():
             self._grammars.forget(self)
 
     def run(self) -> LLMatcher:
         """Compile, in a thread. Raise InvalidRequestError if the grammar cannot be used."""
-        tokenizer = self._tokenizer()
-        self.started = begin = time.monotonic()
         try:
+            tokenizer = self._tokenizer()
+            self.started = time.monotonic()
             matcher = LLMatcher(tokenizer, self.source, log_level=0, limits=_LIMITS)
             if not matcher.is_error():
                 # Detects errors at the first token now, and makes the first masks of the copies faster.
                 matcher.compute_bitmask()
+        except PeltonError:
+            raise
         except ValueError as error:
             raise InvalidRequestError(f"the grammar cannot be used: {error}", code="invalid_grammar") from None
+        except BaseException as error:  # noqa: BLE001 - llguidance's panics too
+            log.error("grammar_not_compiled", error=f"{type(error).__name__}: {error}"[:_MAX_REASON])
+            raise InvalidRequestError("the grammar cannot be used", code="invalid_grammar") from None
         finally:
-            self.seconds = time.monotonic() - begin
+            if self.started is not None:
+                self.seconds = time.monotonic() - self.started
         if matcher.is_error():
             raise InvalidRequestError(f"the grammar cannot be used: {_reason(matcher)}", code="invalid_grammar")
         return matcher
-
-    def set_outcome(self, future: Future[LLMatcher]) -> None:
-        """Store the matcher or the error of a completed future."""
-        error = future.exception()
-        if error is None:
-            self.compiled = future.result()
-        elif isinstance(error, PeltonError):
-            self.failure = error
-        else:
-            log.error("grammar_not_compiled", error=f"{type(error).__name__}: {error}"[:_MAX_REASON])
-            self.failure = InvalidRequestError("the grammar cannot be used", code="invalid_grammar")
 
 
 class _Cache:

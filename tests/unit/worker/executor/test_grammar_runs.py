@@ -32,7 +32,6 @@ from worker.stats import Counters
 
 EOS = 2
 NUM_REQUESTS = 16
-_MADE: list[LLGrammars] = []
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": -5, "maximum": 99}, "b": {"enum": ["x", "yz"]}},
@@ -87,7 +86,6 @@ def make_constraints(vocab_size: int = VOCAB, num_threads: int = 2) -> Constrain
         num_threads=num_threads,
     )
     grammars.warm_up()
-    _MADE.append(grammars)
     return Constraints(grammars, vocab_size=vocab_size, eos_token_ids=(EOS,))
 
 
@@ -98,13 +96,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(autouse=True)
-def _threads_end():
-    yield
-    while _MADE:
-        _MADE.pop().close()
 
 
 @cache

@@ -23,9 +23,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def threads():
-    made = DeepThreads("deep", num_threads=2, max_abandoned=2)
-    yield made
-    made.close()
+    return DeepThreads("deep", num_threads=2, max_abandoned=2)
 
 
 def test_futures_return_results_and_raise_exceptions(threads):
@@ -36,17 +34,13 @@ def test_futures_return_results_and_raise_exceptions(threads):
 
 
 def test_the_number_of_working_threads_is_limited(threads):
-    gate = threading.Event()
-    names: list[int] = []
-
-    def work():
-        names.append(threading.get_ident())
-        return gate.wait(PATIENCE)
-
-    futures = [threads.submit(work) for _ in range(6)]
-    gate.set()
-    assert all(future.result(PATIENCE) for future in futures)
-    assert len(set(names)) <= 2
+    gates = [threading.Event() for _ in range(6)]
+    futures = [threads.submit(lambda gate=gate: gate.wait(PATIENCE)) for gate in gates]
+    for gate, future in zip(gates, futures):
+        wait_until(future.running)
+        assert sum(future.running() for future in futures) <= 2
+        gate.set()
+        assert future.result(PATIENCE)
 
 
 def test_stacks_are_large_only_in_these_threads(threads):
@@ -127,4 +121,3 @@ def test_queued_work_is_rejected_if_no_thread_can_be_started(monkeypatch):
     assert threads.submit(lambda: 2).result(PATIENCE) == 2
     gate.set()
     assert stuck.result(PATIENCE)
-    threads.close()

@@ -24,20 +24,11 @@ from worker.stats import Counters
 
 ROOT = Path(__file__).parents[4]
 PATIENCE = 60.0
-_MADE: list[LLGrammars] = []
 
 
 def make(tokenizer_json: bytes | None = None, **options) -> LLGrammars:
     defaults: dict = {"vocab_size": 342, "eos_token_ids": (2,), "counters": Counters()}
-    _MADE.append(LLGrammars(tokenizer_json or byte_level_json(), **defaults | options))
-    return _MADE[-1]
-
-
-@pytest.fixture(autouse=True)
-def _threads_end():
-    yield
-    while _MADE:
-        _MADE.pop().close()
+    return LLGrammars(tokenizer_json or byte_level_json(), **defaults | options)
 
 
 def opened(grammars: LLGrammars, source: str, patience: float = PATIENCE) -> Matcher:
