@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Self
 
 import msgspec
 
 from gateway.flow.beam_state import Beam, BeamPages, BeamParams, BeamState, BeamText
 from gateway.flow.choice import Choice, EmbeddingChoice, choices_of, detokenizer_of, scanners_of
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.generation import Generator, Reservation
 from gateway.flow.outbox import Receiver
-from gateway.flow.requests import ClosedOnExit, GenerationLike, GeneratorLike, ReservationLike
+from gateway.flow.requests import RunningRequest
 from gateway.text.pipeline import TextPipeline
 from shared.errors import InternalError, InvalidRequestError, PeltonError, UnavailableError
 from shared.messages import Finish, FinishReason, Output, TokenLogprobs, WorkerFacts
@@ -35,7 +35,7 @@ In each step the worker looks up every beam's pages while other requests wait.
 
 
 class BeamSearcher:
-    """Generator that answers each request with the best hypotheses; see flow.requests.GeneratorLike.
+    """Generator that answers each request with the best hypotheses; see Generator.submit.
 
     Args:
         generator: Generator that runs the steps.
@@ -46,7 +46,7 @@ class BeamSearcher:
 
     def __init__(
         self,
-        generator: GeneratorLike,
+        generator: Generator,
         params: BeamParams,
         pipeline: TextPipeline,
         facts: WorkerFacts,
@@ -57,13 +57,8 @@ class BeamSearcher:
         self._facts = facts
         self._eos_token_ids = frozenset(facts.eos_token_ids)
 
-    @property
-    def request_timeout(self) -> float:
-        """See GeneratorLike."""
-        return self._generator.request_timeout
-
     def submit(self, request: GenerationRequest) -> BeamSearch:
-        """Start a search; see GeneratorLike.
+        """Start a search; see Generator.submit.
 
         Raises:
             InvalidRequestError: Workers do not report enough alternatives for so many beams, or stop strings are
@@ -117,25 +112,19 @@ class BeamSearcher:
         room = self._generator.reserve(dataclasses.replace(request, n=width))
         return BeamSearch(room, request, self._params, state, pages, choices, self._facts.vocab_size)
 
-    def reserve(
-        self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
-    ) -> ReservationLike:
-        """See GeneratorLike."""
-        return self._generator.reserve(request, num_sequences=num_sequences, num_tokens=num_tokens)
-
 
 @dataclass(eq=False)
-class BeamSearch(ClosedOnExit):
-    """Running search; see flow.requests.GenerationLike. All deltas arrive at the end, one per choice."""
+class BeamSearch(RunningRequest):
+    """Running search; see RunningRequest. All deltas arrive at the end, one per choice."""
 
-    _room: ReservationLike
+    _room: Reservation
     _request: GenerationRequest
     _params: BeamParams
     _state: BeamState
     _pages: BeamPages
     _choices: Sequence[Choice | EmbeddingChoice]
     _vocab_size: int
-    _parts: list[GenerationLike] = field(default_factory=list)
+    _parts: list[RunningRequest] = field(default_factory=list)
     _first: TextDelta | None = None
     _results: deque[TextDelta] | None = None
 
@@ -146,10 +135,7 @@ class BeamSearch(ClosedOnExit):
         self._room.close()
 
     def pass_to(self, receiver: Receiver) -> None:
-        """Do nothing, because nothing arrives before the ends; see GenerationLike."""
-
-    def __aiter__(self) -> Self:
-        return self
+        """Do nothing, because nothing arrives before the ends; see RunningRequest."""
 
     async def __anext__(self) -> TextDelta:
         if self._results is None:
@@ -206,7 +192,7 @@ class BeamSearch(ClosedOnExit):
             arrival=time.monotonic(),
         )
 
-    async def _report(self, part: GenerationLike) -> TokenLogprobs:
+    async def _report(self, part: RunningRequest) -> TokenLogprobs:
         report: TokenLogprobs | None = None
         async for delta in part:
             if self._first is None:

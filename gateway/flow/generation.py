@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -24,7 +23,7 @@ from gateway.flow.choice import choices_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
 from gateway.flow.outbox import FlushScheduler, Outbox, Receiver
-from gateway.flow.requests import ClosedOnExit
+from gateway.flow.requests import RunningRequest
 from gateway.flow.routing import Router
 from shared.errors import (
     ContextLengthError,
@@ -83,7 +82,15 @@ class Generator:
         self.flush_scheduler = FlushScheduler()
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Admit, route and send a request; enter the result at once. See flow.requests.GeneratorLike for the errors."""
+        """Admit, route and send a request. Enter the result at once.
+
+        Raises:
+            ModelNotFoundError: No worker serves the model.
+            ContextLengthError: The prompt can never fit.
+            InvalidRequestError: The request is invalid.
+            RateLimitError: An admission limit is reached.
+            UnavailableError: No worker can take the request.
+        """
         try:
             return self._submit(request)
         except PeltonError as error:
@@ -93,7 +100,13 @@ class Generator:
     def reserve(
         self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
     ) -> Reservation:
-        """Admit a request that its caller runs in parts. See flow.requests.GeneratorLike."""
+        """Admit a request that its caller runs in parts. Raises the errors of submit.
+
+        Args:
+            request: The whole request.
+            num_sequences: Sequences of the parts that run at a time; None for request.n.
+            num_tokens: Prompt tokens of these parts; None for the tokens of the request's prompt.
+        """
         try:
             entry, permit = self._enter(request, num_sequences, num_tokens)
         except PeltonError as error:
@@ -102,7 +115,7 @@ class Generator:
         return Reservation(self, entry, permit, self.measure(request, entry))
 
     def room(self) -> tuple[Room, Room]:
-        """Return the room that admission leaves. See flow.requests.AdmittingGeneratorLike."""
+        """Return the room of running or waiting sequences, and of waiting prompt tokens."""
         return self._admission.room(_reported(self._everyone()))
 
     def _submit(self, request: GenerationRequest) -> Generation:
@@ -180,7 +193,7 @@ class Generator:
         raise error
 
 
-class Generation(ClosedOnExit):
+class Generation(RunningRequest):
     """Running request: `async with generator.submit(request) as generation: async for delta in generation`.
 
     Each choice ends with exactly one delta that has a finish_reason, or the iteration raises a PeltonError. Deltas
@@ -216,9 +229,6 @@ class Generation(ClosedOnExit):
         self._last_progress = time.monotonic()
         self._watchdog: asyncio.TimerHandle | None = None
 
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> TextDelta:
         while True:
             delta = self._outbox.take()
@@ -231,7 +241,7 @@ class Generation(ClosedOnExit):
             await self._outbox.news()
 
     def pass_to(self, receiver: Receiver) -> None:
-        """See flow.requests.GenerationLike."""
+        """See RunningRequest."""
         self._outbox.receiver = receiver
 
     def close(self) -> None:
@@ -355,7 +365,7 @@ class Generation(ClosedOnExit):
 
 @dataclass(eq=False)
 class Reservation:
-    """Room for a request that its caller runs in parts. See flow.requests.ReservationLike."""
+    """Admitted room for a request that its caller runs in parts (beam search, embeddings). It counts as one request."""
 
     _generator: Generator
     _entry: ModelEntry
@@ -364,7 +374,7 @@ class Reservation:
     _sent: bool = False
 
     def submit(self, part: GenerationRequest) -> Generation:
-        """Send a part."""
+        """Send a part; enter the result at once. Raises the errors of Generator.submit except those of the limits."""
         generator, entry = self._generator, self._entry
         generation = Generation(generator, part, entry, None, generator.unmeasured(part))
         generation.send()
@@ -383,7 +393,7 @@ class Reservation:
         self._permit.first_token()
 
     def complete(self, deltas: Sequence[TextDelta]) -> None:
-        """Record success."""
+        """Record success, with the last deltas of the choices."""
         now = time.monotonic()
         for delta in deltas:
             self._measure.output(now, delta.choice, len(delta.token_ids), delta.finish_reason)
@@ -394,7 +404,7 @@ class Reservation:
         self._measure.end(error, complete=False)
 
     def close(self) -> None:
-        """Release the room. Idempotent."""
+        """Release the room; idempotent. A request that is not complete by then counts as abandoned by its client."""
         self._measure.end(None, complete=False)
         self._permit.release()
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from gateway.cluster.registry import Registry
-from gateway.flow.requests import AdmittingGeneratorLike
+from gateway.flow.generation import Generator
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity, KeyRing
 from gateway.http.drain import Drain
@@ -73,7 +73,7 @@ class Services:
     """
 
     models: Registry
-    generator: AdmittingGeneratorLike
+    generator: Generator
     key_ring: KeyRing
     salts: Salts
     grammars: GrammarChecker

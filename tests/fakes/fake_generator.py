@@ -214,7 +214,7 @@ class FakeGenerator:
         embedding_script: Events played for each embedding request.
         submit_error: Error raised by the next submit calls, if set.
         live: Generations that were submitted and not closed.
-        request_timeout: See GeneratorLike.
+        request_timeout: See Generator.
     """
 
     def __init__(self, script: Script | None = None) -> None:

@@ -17,8 +17,9 @@ from gateway.api.common.envelope import Tally
 from gateway.api.common.prepared import PreparedRequest
 from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.generation import Generator
 from gateway.flow.outbox import Receiver
-from gateway.flow.requests import GenerationLike, GeneratorLike
+from gateway.flow.requests import RunningRequest
 from gateway.http.app_keys import IDENTITY, REQUEST_ID, SERVICES, log
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
@@ -49,7 +50,7 @@ class FanIn:
 
     def __init__(
         self,
-        generator: GeneratorLike,
+        generator: Generator | BeamSearcher,
         requests: Sequence[GenerationRequest],
         eos_token_ids: Collection[int] = (),
         *,
@@ -60,7 +61,7 @@ class FanIn:
         self._in_flight = in_flight
         self._place: AbstractContextManager[None] = nullcontext()
         self._requests = requests
-        self._generations: list[GenerationLike] = []
+        self._generations: list[RunningRequest] = []
         self._first: AsyncIterator[TextDelta]
         # Only for several prompts: a queue takes 3 KB, and thousands of streams may wait for a token.
         self._tasks: list[asyncio.Task[None]] = []
@@ -171,7 +172,7 @@ class FanIn:
         self._check_complete()
         raise StopAsyncIteration
 
-    async def _pump(self, index: int, generation: GenerationLike) -> None:
+    async def _pump(self, index: int, generation: RunningRequest) -> None:
         try:
             async for delta in generation:
                 await self._queue.put((index, delta))
@@ -222,13 +223,12 @@ def open_events(request: web.Request, prepared: PreparedRequest) -> FanIn:
     While it runs it can be aborted by the id of the response or of the HTTP request.
     """
     options, entry, identifier = prepared.options, prepared.entry, prepared.envelope.identifier
-    generator: GeneratorLike = request.app[SERVICES].generator
-    if options.beams is not None:
-        generator = BeamSearcher(generator, options.beams, entry.pipeline, entry.facts)
+    generator = request.app[SERVICES].generator
+    searcher = options.beams and BeamSearcher(generator, options.beams, entry.pipeline, entry.facts)
     log.debug("submit", response_id=identifier, prompts=len(prepared.generations), n=options.n)
     names = (identifier, request[REQUEST_ID])
     return FanIn(
-        generator,
+        searcher or generator,
         prepared.generations,
         entry.facts.eos_token_ids,
         scores_only=options.scores_only,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from gateway.flow.events import GenerationRequest
-from gateway.flow.requests import GenerationLike, GeneratorLike, ReservationLike
+from gateway.flow.generation import Generation, Generator, Reservation
 from shared.errors import InternalError, PeltonError, UnavailableError
 from shared.messages import WorkerFacts
 
@@ -25,7 +25,7 @@ RETRY_SECONDS = 0.25
 
 
 async def embed(
-    generator: GeneratorLike,
+    generator: Generator,
     requests: Sequence[GenerationRequest],
     facts: WorkerFacts,
     shape: Callable[[bytes], T],
@@ -82,7 +82,7 @@ async def embed(
     return [results[index] for index in range(len(requests))]
 
 
-async def _embedding(reservation: ReservationLike, request: GenerationRequest) -> bytes:
+async def _embedding(reservation: Reservation, request: GenerationRequest) -> bytes:
     found: bytes | None = None
     async with await _submitted(reservation, request) as generation:
         async for delta in generation:
@@ -92,7 +92,7 @@ async def _embedding(reservation: ReservationLike, request: GenerationRequest) -
     return found
 
 
-async def _submitted(reservation: ReservationLike, request: GenerationRequest) -> GenerationLike:
+async def _submitted(reservation: Reservation, request: GenerationRequest) -> Generation:
     for _ in range(RETRIES):
         with contextlib.suppress(UnavailableError):
             return reservation.submit(request)
