@@ -123,14 +123,16 @@ class Transport:
     def receive(self) -> list[tuple[bytes, messages.GatewayMessage | BrokenSubmit]]:
         """Return received messages with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
         received: list[tuple[bytes, messages.GatewayMessage | BrokenSubmit]] = []
+        if self._socket is None:
+            return received
         now = self._clock()
         for _ in range(MAX_MESSAGES_PER_PASS):
-            frames = self._receive_frames()
-            if frames is None:
-                break
-            identity, payload = frames
             try:
-                received.append((identity, _decode(payload)))
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                received.append((identity, _decode(frames)))
             except WireError:
                 self._counters.malformed_messages_total += 1
                 continue
@@ -138,26 +140,6 @@ class Transport:
             if gateway is not None:
                 gateway.last_heard = now
         return received
-
-    def _receive_frames(self) -> tuple[bytes, bytes | None] | None:
-        """Return identity and payload of the next message, the payload None unless it is one frame.
-
-        None for no message.
-        """
-        if self._socket is None:
-            return None
-        try:
-            identity = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        payload: bytes | None = None
-        num_frames = 0
-        # The parts of a message arrive together, so reading further parts never waits.
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frame = self._socket.recv(zmq.NOBLOCK)
-            num_frames += 1
-            payload = frame if num_frames == 1 else None
-        return identity, payload
 
     def welcome(self, identity: bytes, message: messages.WorkerMessage) -> None:
         """Register a gateway, with step numbers from 1, and answer its Hello."""
@@ -221,13 +203,13 @@ class Transport:
             self._give_up(identity, zmq.strerror(error.errno or 0))
 
 
-def _decode(payload: bytes | None) -> messages.GatewayMessage | BrokenSubmit:
+def _decode(frames: list[bytes]) -> messages.GatewayMessage | BrokenSubmit:
     """Decode a message. Raises WireError if it cannot even be answered."""
-    if payload is None:
+    if len(frames) != 1:
         raise WireError("a message must have one frame")
     try:
-        return messages.decode_gateway_message(payload)
+        return messages.decode_gateway_message(frames[0])
     except WireError as error:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError):
-            return _broken_submit_decoder.decode(payload)
+            return _broken_submit_decoder.decode(frames[0])
         raise error from None

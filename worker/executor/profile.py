@@ -7,7 +7,7 @@ size, and everything that later steps use is compiled and allocated once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
@@ -60,65 +60,43 @@ def measure_step(
 
     def run(num_tokens: int) -> int:
         first, decode = profile_plans(settings, max_model_len, num_groups, num_tokens)
-        largest = [first]
+        execute = make_execute(plan)
+        execute(first)
         if draft_max_len:
-            largest.append(drafting_plan(settings, first, draft_max_len))
+            execute(drafting_plan(settings, first, draft_max_len))
         if settings.speculative_method != "off":
-            largest.append(verifying_plan(settings, first, max_model_len, num_tokens, drawn=draft_max_len > 0))
+            execute(verifying_plan(settings, first, max_model_len, num_tokens, drawn=draft_max_len > 0))
+        device.synchronize()
+        if not settings.decode_graphs or not device.captures:
+            return 0
+        before = device.allocated_bytes()
+        device.reset_peak()
+        execute(decode)
+        device.synchronize()
+        # The graphs of a draft model share the memory pool, but have kernel arguments of their own.
         num_models = 2 if draft_max_len else 1
-        return _run(device, settings, make_execute(plan), largest, decode, num_models=num_models)
+        return int((device.peak_bytes() - before) * _GRAPH_MARGIN) + num_models * _GRAPH_LAUNCH_BYTES
 
     try:
         return run(settings.max_num_batched_tokens)
     except OutOfMemory as error:
         problem = str(error)
     # Outside the handler, because the traceback keeps the tensors of the failed step alive.
-    fits = None
-    if settings.tensor_parallel_size == 1:  # other ranks would wait in a collective of the failed step
-        fits = _largest_that_fits(device, settings, run)
-    remedy = (
-        f"Set --max-num-batched-tokens to {fits} or less"
-        if fits is not None
-        else "Lower --max-num-batched-tokens or --max-num-seqs, or raise --tensor-parallel-size"
-    )
+    remedy = "Lower --max-num-batched-tokens or --max-num-seqs, or raise --tensor-parallel-size"
+    num_tokens = settings.max_num_batched_tokens // 2
+    # Other ranks would wait in a collective of the failed step.
+    while settings.tensor_parallel_size == 1 and num_tokens >= _MIN_TOKENS:
+        device.release_cached()
+        with contextlib.suppress(OutOfMemory):
+            run(num_tokens)
+            remedy = f"Set --max-num-batched-tokens to {num_tokens} or less"
+            break
+        num_tokens //= 2
     raise ConfigurationError(
         f"a step of --max-num-batched-tokens {settings.max_num_batched_tokens} for --max-num-seqs "
         f"{settings.max_num_seqs} requests does not fit in the GPU's memory together with the weights. {remedy} "
         f"({problem.splitlines()[0]})"
     )
-
-
-def _largest_that_fits(device: Device, settings: WorkerSettings, run: Callable[[int], int]) -> int | None:
-    num_tokens = settings.max_num_batched_tokens // 2
-    while num_tokens >= _MIN_TOKENS:
-        device.release_cached()
-        with contextlib.suppress(OutOfMemory):
-            run(num_tokens)
-            return num_tokens
-        num_tokens //= 2
-    return None
-
-
-def _run(
-    device: Device,
-    settings: WorkerSettings,
-    execute: Execute,
-    largest: Sequence[StepPlan],
-    decode: StepPlan,
-    *,
-    num_models: int,
-) -> int:
-    for plan in largest:
-        execute(plan)
-    device.synchronize()
-    if not settings.decode_graphs or not device.captures:
-        return 0
-    before = device.allocated_bytes()
-    device.reset_peak()
-    execute(decode)
-    device.synchronize()
-    # The graphs of a draft model share the memory pool, but have kernel arguments of their own.
-    return int((device.peak_bytes() - before) * _GRAPH_MARGIN) + num_models * _GRAPH_LAUNCH_BYTES
 
 
 def profile_plans(
