@@ -34,83 +34,75 @@ In each step the worker looks up every beam's pages while other requests wait.
 """
 
 
-class BeamSearcher:
-    """Generator that answers each request with the best hypotheses; see Generator.submit.
+def start_beam_search(
+    generator: Generator, params: BeamParams, pipeline: TextPipeline, facts: WorkerFacts, request: GenerationRequest
+) -> BeamSearch:
+    """Start a search that answers a request with the best hypotheses. Raises the errors of Generator.submit.
 
     Args:
         generator: Generator that runs the steps.
         params: Parameters of the search.
         pipeline: Text pipeline of the model.
         facts: Facts of the model.
+        request: The request.
     """
-
-    def __init__(
-        self,
-        generator: Generator,
-        params: BeamParams,
-        pipeline: TextPipeline,
-        facts: WorkerFacts,
-    ) -> None:
-        self._generator = generator
-        self._params = params
-        self._pipeline = pipeline
-        self._facts = facts
-        self._eos_token_ids = frozenset(facts.eos_token_ids)
-
-    def submit(self, request: GenerationRequest) -> BeamSearch:
-        """Start a search; see Generator.submit.
-
-        Raises:
-            InvalidRequestError: Workers do not report enough alternatives for so many beams, or stop strings are
-                combined with a model that reasons, because stop strings do not apply to reasoning.
-        """
-        sampling = request.sampling
-        new_scanner = scanners_of(request)
-        if new_scanner is not None and request.format is not None and request.format.new_splitter is not None:
-            param = "stop_regex" if request.stop_regex else "stop"
-            raise InvalidRequestError(
-                f"{param} cannot be combined with use_beam_search when the model reasons. Leave out {param}.",
-                param=param,
-            )
-        state = BeamState(
-            self._params,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids),
-            masked_ids=self._eos_token_ids - set(sampling.stop_token_ids) if sampling.ignore_eos else (),
-            text=new_scanner and BeamText(detokenizer_of(request, self._pipeline), new_scanner()),
-        )
-        width = self._params.width
-        param = "n" if width == self._params.num_returned else "best_of"
-        excess = state.num_alternatives - MAX_LOGPROBS
-        if excess > 0:
-            raise InvalidRequestError(
-                f"Beam search supports at most {width - excess} beams with this model's end-of-text tokens and these "
-                f"stop_token_ids, got {width}.",
-                param=param,
-            )
-        num_tokens = width * (len(request.prompt_token_ids) + sampling.max_tokens)
-        if num_tokens > MAX_BEAM_TOKENS:
-            raise InvalidRequestError(
-                f"{width} beams of a prompt of {len(request.prompt_token_ids)} tokens and max_tokens = "
-                f"{sampling.max_tokens} have {num_tokens} tokens; beam search supports at most {MAX_BEAM_TOKENS}.",
-                param=param,
-            )
-        pages = BeamPages(
-            num_pages=self._facts.num_pages,
-            page_size=self._facts.page_size,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=sampling.max_tokens,
-            width=width,
+    sampling = request.sampling
+    num_prompt_tokens = len(request.prompt_token_ids)
+    state = _initial_state(params, pipeline, facts, request)
+    width = params.width
+    param = "n" if width == params.num_returned else "best_of"
+    excess = state.num_alternatives - MAX_LOGPROBS
+    if excess > 0:
+        raise InvalidRequestError(
+            f"Beam search supports at most {width - excess} beams with this model's end-of-text tokens and these "
+            f"stop_token_ids, got {width}.",
             param=param,
         )
-        choices = choices_of(request, self._pipeline)
-        if request.deadline is None:
-            # The client sees nothing before the end, so the whole search counts as waiting for the first token.
-            request = dataclasses.replace(request, deadline=time.time() + self._generator.request_timeout)
-        # Reserve last: from here on the search must exist to release the room.
-        room = self._generator.reserve(dataclasses.replace(request, n=width))
-        return BeamSearch(room, request, self._params, state, pages, choices, self._facts.vocab_size)
+    num_tokens = width * (num_prompt_tokens + sampling.max_tokens)
+    if num_tokens > MAX_BEAM_TOKENS:
+        raise InvalidRequestError(
+            f"{width} beams of a prompt of {num_prompt_tokens} tokens and max_tokens = {sampling.max_tokens} have "
+            f"{num_tokens} tokens; beam search supports at most {MAX_BEAM_TOKENS}.",
+            param=param,
+        )
+    pages = BeamPages(
+        num_pages=facts.num_pages,
+        page_size=facts.page_size,
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=sampling.max_tokens,
+        width=width,
+        param=param,
+    )
+    choices = choices_of(request, pipeline)
+    if request.deadline is None:
+        # The client sees nothing before the end, so the whole search counts as waiting for the first token.
+        request = dataclasses.replace(request, deadline=time.time() + generator.request_timeout)
+    # Reserve last: from here on the search must exist to release the room.
+    room = generator.reserve(dataclasses.replace(request, n=width))
+    return BeamSearch(room, request, params, state, pages, choices, facts.vocab_size)
+
+
+def _initial_state(
+    params: BeamParams, pipeline: TextPipeline, facts: WorkerFacts, request: GenerationRequest
+) -> BeamState:
+    sampling = request.sampling
+    new_scanner = scanners_of(request)
+    if new_scanner is not None and request.format is not None and request.format.new_splitter is not None:
+        # Stop strings do not apply to reasoning.
+        param = "stop_regex" if request.stop_regex else "stop"
+        raise InvalidRequestError(
+            f"{param} cannot be combined with use_beam_search when the model reasons. Leave out {param}.",
+            param=param,
+        )
+    eos_token_ids = frozenset(facts.eos_token_ids)
+    return BeamState(
+        params,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids),
+        masked_ids=eos_token_ids - set(sampling.stop_token_ids) if sampling.ignore_eos else (),
+        text=new_scanner and BeamText(detokenizer_of(request, pipeline), new_scanner()),
+    )
 
 
 @dataclass(eq=False)

@@ -50,19 +50,15 @@ def merged(deltas: Sequence[TextDelta]) -> TextDelta:
 
 def _merged_calls(news: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
     """Merge changes of tool calls, in order: one for each call, or two if a call had begun before."""
-    result: list[ToolCallDelta] = []
-    pieces: list[str] = []
+    groups: list[list[ToolCallDelta]] = []
     for call in news:
-        if result and result[-1].index == call.index and call.name is None:
-            pieces.append(call.arguments)
-            continue
-        if len(pieces) > 1:
-            result[-1] = msgspec.structs.replace(result[-1], arguments="".join(pieces))
-        result.append(call)
-        pieces = [call.arguments]
-    if len(pieces) > 1:
-        result[-1] = msgspec.structs.replace(result[-1], arguments="".join(pieces))
-    return result
+        if groups and groups[-1][0].index == call.index and call.name is None:
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    return [
+        msgspec.structs.replace(group[0], arguments="".join([call.arguments for call in group])) for group in groups
+    ]
 
 
 def _last_known(values: Sequence[_T | None]) -> _T | None:
@@ -199,16 +195,10 @@ class Outbox:
                 self._single = None
                 receiver.receive((delta,))
             else:
-                receiver.receive(self._take_all())
+                receiver.receive(list(iter(self.take, None)))
         except Exception as error:  # noqa: BLE001 - handed over whole to the consumer
             self._waiter = None
             waiter.set_exception(error)
-
-    def _take_all(self) -> list[TextDelta]:
-        deltas = []
-        while (delta := self.take()) is not None:
-            deltas.append(delta)
-        return deltas
 
     def take(self) -> TextDelta | None:
         """Return the oldest delta worth delivering, or None."""

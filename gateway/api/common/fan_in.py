@@ -15,9 +15,8 @@ from aiohttp import web
 
 from gateway.api.common.envelope import Tally
 from gateway.api.common.prepared import PreparedRequest
-from gateway.flow.beam_search import BeamSearcher
+from gateway.flow.beam_search import start_beam_search
 from gateway.flow.events import GenerationRequest, TextDelta
-from gateway.flow.generation import Generator
 from gateway.flow.outbox import Receiver
 from gateway.flow.requests import RunningRequest
 from gateway.http.app_keys import IDENTITY, REQUEST_ID, SERVICES, log
@@ -36,7 +35,7 @@ class FanIn:
     successfully and raises PeltonError otherwise.
 
     Args:
-        generator: Where requests are submitted.
+        submit: Starts a request, as Generator.submit does.
         requests: One request for each prompt.
         eos_token_ids: End-of-sequence tokens of the model.
         scores_only: True if only the report on the prompts is shown; completions are discarded.
@@ -44,20 +43,20 @@ class FanIn:
     """
 
     __slots__ = (
-        "_cached_known", "_eos_token_ids", "_first", "_generations", "_generator", "_in_flight", "_num_open",
-        "_place", "_queue", "_requests", "_scores", "_scores_only", "_tasks", "_unfinished", "tally",
+        "_cached_known", "_eos_token_ids", "_first", "_generations", "_in_flight", "_num_open",
+        "_place", "_queue", "_requests", "_scores", "_scores_only", "_submit", "_tasks", "_unfinished", "tally",
     )  # fmt: skip
 
     def __init__(
         self,
-        generator: Generator | BeamSearcher,
+        submit: Callable[[GenerationRequest], RunningRequest],
         requests: Sequence[GenerationRequest],
         eos_token_ids: Collection[int] = (),
         *,
         scores_only: bool = False,
         in_flight: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._generator = generator
+        self._submit = submit
         self._in_flight = in_flight
         self._place: AbstractContextManager[None] = nullcontext()
         self._requests = requests
@@ -87,7 +86,7 @@ class FanIn:
             for request in self._requests:
                 if self._generations:
                     await asyncio.sleep(0)  # stop expressions take some ms to prepare, and there may be 256 prompts
-                self._generations.append(self._generator.submit(request))
+                self._generations.append(self._submit(request))
         except BaseException:
             self._close()
             raise
@@ -224,11 +223,13 @@ def open_events(request: web.Request, prepared: PreparedRequest) -> FanIn:
     """
     options, entry, identifier = prepared.options, prepared.entry, prepared.envelope.identifier
     generator = request.app[SERVICES].generator
-    searcher = options.beams and BeamSearcher(generator, options.beams, entry.pipeline, entry.facts)
+    submit: Callable[[GenerationRequest], RunningRequest] = generator.submit
+    if options.beams is not None:
+        submit = partial(start_beam_search, generator, options.beams, entry.pipeline, entry.facts)
     log.debug("submit", response_id=identifier, prompts=len(prepared.generations), n=options.n)
     names = (identifier, request[REQUEST_ID])
     return FanIn(
-        searcher or generator,
+        submit,
         prepared.generations,
         entry.facts.eos_token_ids,
         scores_only=options.scores_only,

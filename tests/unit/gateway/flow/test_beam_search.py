@@ -6,12 +6,13 @@ import asyncio
 import math
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gateway.flow.beam_search import BeamSearcher
+from gateway.flow.beam_search import start_beam_search
 from gateway.flow.beam_state import BeamParams, BeamState, BeamText
 from gateway.flow.events import TextDelta
 from gateway.text.message_parser import MessageFormat
@@ -146,11 +147,11 @@ TABLE = {
 
 def searcher(generator, *, served=None, **params):
     beams = BeamParams(**{"width": 2, "num_returned": 2} | params)
-    return BeamSearcher(generator, beams, BytePipeline(), served or facts())
+    return partial(start_beam_search, generator, beams, BytePipeline(), served or facts())
 
 
 async def run(searching, request):
-    async with searching.submit(request) as search:
+    async with searching(request) as search:
         return [delta async for delta in search]
 
 
@@ -227,7 +228,7 @@ def test_stop_strings_where_the_model_reasons():
     form = MessageFormat(new_splitter=lambda: REASONING_FORMATS["think"].new_splitter(False))
     for fields, param in (({"stop": ("a",)}, "stop"), ({"stop": ("a",), "stop_regex": ("b",)}, "stop_regex")):
         with pytest.raises(InvalidRequestError) as refused:
-            searcher(generator).submit(make_request([0], n=2, format=form, **fields))
+            searcher(generator)(make_request([0], n=2, format=form, **fields))
         assert refused.value.param == param and not generator.reservations
 
 
@@ -273,12 +274,12 @@ async def test_a_part_without_a_token_is_a_fault_of_the_worker():
 def test_more_beams_than_workers_report_tokens_for():
     generator = FakeGenerator()
     with pytest.raises(InvalidRequestError, match="at most 19 beams") as refused:
-        searcher(generator, width=20, num_returned=20).submit(make_request([0], n=20))
+        searcher(generator, width=20, num_returned=20)(make_request([0], n=20))
     assert refused.value.param == "n" and not generator.reservations
     with pytest.raises(InvalidRequestError) as refused:
         sampling = SamplingParams(max_tokens=2, stop_token_ids=(1, 2, 3))
-        searcher(generator, width=17, num_returned=2).submit(make_request([0], sampling=sampling, n=2))
+        searcher(generator, width=17, num_returned=2)(make_request([0], sampling=sampling, n=2))
     assert refused.value.param == "best_of" and "at most 16" in refused.value.message
     with pytest.raises(InvalidRequestError, match="131076") as refused:
-        searcher(generator, width=4, num_returned=1).submit(make_request([1] * 32_000, max_tokens=769))
+        searcher(generator, width=4, num_returned=1)(make_request([1] * 32_000, max_tokens=769))
     assert refused.value.param == "best_of" and not generator.reservations

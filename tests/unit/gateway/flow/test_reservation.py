@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import pytest
 
-from gateway.flow.beam_search import BeamSearcher
+from gateway.flow.beam_search import BeamSearch, start_beam_search
 from gateway.flow.beam_state import BeamParams
 from shared.errors import RateLimitError
 from shared.messages import Submit, TokenLogprobs
@@ -29,16 +31,18 @@ def script(submit: Submit) -> list[int]:
     return [65] * submit.sampling.max_tokens
 
 
-def searcher(core: Core, width: int) -> BeamSearcher:
+def searcher(core: Core, width: int) -> Callable[..., BeamSearch]:
     entry = core.registry.models()[0]
-    return BeamSearcher(core.generator, BeamParams(width=width, num_returned=width), entry.pipeline, entry.facts)
+    return partial(
+        start_beam_search, core.generator, BeamParams(width=width, num_returned=width), entry.pipeline, entry.facts
+    )
 
 
 async def test_parts_are_one_request_to_admission_and_metrics(tmp_path) -> None:
     with ReportingWorker(tmp_path, script=script) as worker:
         async with running_core(tmp_path) as core:
             await until(core.registry.models)
-            async with searcher(core, 2).submit(make_request([5, 6], max_tokens=3, n=2)) as search:
+            async with searcher(core, 2)(make_request([5, 6], max_tokens=3, n=2)) as search:
                 assert core.admission.num_sequences == 2 and core.admission.num_requests == 1
                 assert core.admission.waiting_tokens == 2
                 deltas = [delta async for delta in search]
@@ -58,19 +62,19 @@ async def test_the_limits_hold_for_the_whole_width(tmp_path) -> None:
             await until(core.registry.models)
             room = core.generator.reserve(make_request([5], n=2))
             with pytest.raises(RateLimitError):
-                searcher(core, 2).submit(make_request([5], max_tokens=2, n=2))
+                searcher(core, 2)(make_request([5], max_tokens=2, n=2))
             assert not worker.submits() and core.sample("requests_rejected_total", code="rate_limit_exceeded") == 1
             room.close()
             room.close()
             assert core.admission.num_sequences == 0
-            assert len(await collect(searcher(core, 2).submit(make_request([5], max_tokens=2, n=2)))) == 2
+            assert len(await collect(searcher(core, 2)(make_request([5], max_tokens=2, n=2)))) == 2
 
 
 async def test_a_client_that_goes_cancels_every_beam_at_the_worker(tmp_path) -> None:
     with ReportingWorker(tmp_path, script=script) as worker:
         async with running_core(tmp_path) as core:
             await until(core.registry.models)
-            async with searcher(core, 3).submit(make_request([5], max_tokens=400, n=3)) as search:
+            async with searcher(core, 3)(make_request([5], max_tokens=400, n=3)) as search:
                 task = asyncio.ensure_future(anext(aiter(search)))
                 await until(lambda: len(worker.submits()) > 3)
                 worker.delay = 60.0  # from here on no beam ends by itself

@@ -19,7 +19,7 @@ def requests(**changes):
 
 
 async def test_indices_of_several_prompts_with_several_choices():
-    async with FanIn(FakeGenerator(spell("ab", cached=1)), requests(n=2)) as events:
+    async with FanIn(FakeGenerator(spell("ab", cached=1)).submit, requests(n=2)) as events:
         seen = [(index, prompt_index, delta) async for index, prompt_index, delta in events]
     assert {(index, prompt_index) for index, prompt_index, _ in seen} == {(i, i // 2) for i in range(16)}
     texts = {index: "".join(delta.text for at, _, delta in seen if at == index) for index in range(16)}
@@ -44,7 +44,7 @@ async def test_other_tasks_run_between_the_prompts():
 
     task = asyncio.create_task(others())
     try:
-        async with FanIn(FakeGenerator(script), requests()):
+        async with FanIn(FakeGenerator(script).submit, requests()):
             pass
     finally:
         task.cancel()
@@ -61,7 +61,7 @@ async def test_a_refusal_or_a_disconnect_cancels_what_was_submitted():
 
     generator.script = script
     with pytest.raises(RateLimitError):
-        async with FanIn(generator, requests()):
+        async with FanIn(generator.submit, requests()):
             pytest.fail("it was entered")
     assert len(generator.generations) == 5 and not generator.live
     assert all(generation.cancelled for generation in generator.generations)
@@ -70,7 +70,7 @@ async def test_a_refusal_or_a_disconnect_cancels_what_was_submitted():
         generator = FakeGenerator(lambda request: [60.0])
 
         async def run(generator):
-            async with FanIn(generator, requests()) as events:
+            async with FanIn(generator.submit, requests()) as events:
                 async for _ in events:
                     pass
 
