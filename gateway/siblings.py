@@ -36,9 +36,11 @@ from gateway.stores.responses import find_items
 from shared.errors import ConfigurationError, InvalidRequestError, NotFoundError, PeltonError, UnavailableError
 from shared.log import get_logger
 
-_PATIENCE_SECONDS = 1.0
+_PROBE_SECONDS = 1.0
+"""Seconds in which a process must accept a connection, and report its state or its metrics."""
 _WAITING, _SERVING = b"waiting", b"serving"
 _ANSWER_SECONDS = 5.0
+"""Seconds without data after which a request for a stored object fails."""
 _NO_ANSWER = "The gateway process that holds this object does not answer. Try again later."
 _OWNER = "x-pelton-owner"
 _SCOPE = "x-pelton-scope"
@@ -117,8 +119,8 @@ class Siblings:
         self._state = _SERVING
 
     async def metrics(self) -> dict[int, bytes]:
-        """Return the metrics of each gateway that answers within a second, including this one, by index."""
-        answers = await self._ask_others("GET", "/metrics", within=_PATIENCE_SECONDS)
+        """Return the metrics, by index, of this gateway and of each other one that answers within a second."""
+        answers = await self._ask_others("GET", "/metrics", within=_PROBE_SECONDS)
         return {self._index: self._counted()} | {
             index: answer[1] for index, answer in answers.items() if answer is not None and answer[0] == 200
         }
@@ -128,8 +130,8 @@ class Siblings:
 
         A process without a worker must not accept its share of connections while other processes have one.
         """
-        # It is asked several times a second while no other process may be running, so nothing is logged.
-        answers = await self._ask_others("GET", "/state", within=_PATIENCE_SECONDS, quiet=True)
+        # This runs several times a second, perhaps before the other processes do, so failures are not logged.
+        answers = await self._ask_others("GET", "/state", within=_PROBE_SECONDS, quiet=True)
         return any(
             answer is not None and (answer[1] == _SERVING or index < self._index) for index, answer in answers.items()
         )
@@ -236,7 +238,7 @@ class Siblings:
             UnavailableError: The sibling does not answer in time. A process may hang.
         """
         connector = aiohttp.UnixConnector(str(peer_socket(self._directory, index)))
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_PATIENCE_SECONDS, sock_read=patience)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_PROBE_SECONDS, sock_read=patience)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             try:
                 answer = await session.request(method, f"http://peer{path}", allow_redirects=False, **options)
@@ -257,7 +259,7 @@ def _identity_headers(request: web.Request) -> dict[str, str]:
 async def _answers(path: Path) -> bool:
     """Return True if a process listens; a socket file may be left over from a process that died."""
     try:
-        async with asyncio.timeout(_PATIENCE_SECONDS):
+        async with asyncio.timeout(_PROBE_SECONDS):
             _, writer = await asyncio.open_unix_connection(path)
     except OSError:  # also a timeout
         return False

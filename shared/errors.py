@@ -51,13 +51,13 @@ class PeltonError(Exception):
 
 
 class _ClientError(PeltonError):
-    """4xx: the client can change something."""
+    """Error that the client can correct (4xx)."""
 
     type = "invalid_request_error"
 
 
 class _RetryLaterError(PeltonError):
-    """The same request may succeed after `retry_after` seconds."""
+    """Error after which the same request may succeed in `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0, code: str | None = None) -> None:
         super().__init__(message, code=code)

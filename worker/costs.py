@@ -156,7 +156,12 @@ class StepCosts:
         return known
 
     def read(self, first: int, num_more: int) -> npt.NDArray[np.float64]:
-        """Return [num_more + 1] milliseconds from `first` rows on, linear above the largest count, 0 if unknown."""
+        """Return the expected durations of steps with `first` to `first + num_more` rows.
+
+        Returns:
+            [num_more + 1] milliseconds. Above the largest measured row count they are proportional to the number of
+            rows. All are 0 if nothing was measured.
+        """
         if not self._counts:
             return np.zeros(num_more + 1)
         logs = np.array([self._shape[count] for count in self._counts])

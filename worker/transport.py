@@ -78,16 +78,14 @@ class Transport:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self) -> None:
         """Bind the socket. Raises ConfigurationError if that is not possible."""
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
         self._context = zmq.Context()
         self._socket = sockets.make_router(self._context, self.endpoint)
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def close(self) -> None:
         """Send queued messages for at most half a second, and unbind. Idempotent."""
@@ -98,10 +96,9 @@ class Transport:
             self._context.term()
             self._context = None
         # A late `wake` must not write to a reused descriptor.
-        pipe, self._wake_read, self._wake_write = (self._wake_read, self._wake_write), -1, -1
-        for fd in pipe:
-            if fd >= 0:
-                os.close(fd)
+        fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
         if self.endpoint.startswith("ipc://"):
             with contextlib.suppress(OSError):
                 os.unlink(self.endpoint.removeprefix("ipc://"))
@@ -109,16 +106,16 @@ class Transport:
     def wake(self) -> None:
         """End a `wait`. Signal handlers and other threads may call this."""
         with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"w")
+            os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, seconds: float) -> None:
         """Return when a message has arrived, after `wake`, or after the time."""
         # A poller of the socket checks for messages before it sleeps. The descriptor alone does not suffice: it signals
         # a message once, and sending may have consumed the signal.
         for source, _ in self._poller.poll(int(seconds * 1000)):
-            if source == self._wake_read:
+            if source == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+                    os.eventfd_read(self._wake_fd)
 
     def receive(self) -> list[tuple[bytes, messages.GatewayMessage | BrokenSubmit]]:
         """Return received messages with the sender's identity; at most MAX_MESSAGES_PER_PASS."""

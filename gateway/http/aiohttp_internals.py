@@ -60,11 +60,11 @@ class ProtocolServer(web.Server):
 
 
 class ProtocolRunner(web.AppRunner):
-    """Runner of an application on another server than aiohttp's.
+    """AppRunner that replaces aiohttp's server.
 
     Args:
         app: The application.
-        wrap_server: Returns the server to run in place of aiohttp's.
+        wrap_server: Function from aiohttp's server to the server that replaces it.
         options: Further arguments of AppRunner.
     """
 

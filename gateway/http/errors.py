@@ -74,13 +74,13 @@ class HttpError(PeltonError):
 
     Args:
         status: HTTP status.
-        message: Text that replaces the usual one.
+        message: Message that replaces the default message of the status.
     """
 
     def __init__(self, status: int, message: str | None = None) -> None:
         unknown = ("The request failed.", "server_error" if status >= 500 else "bad_request")
-        usual, code = _STATUS_MESSAGES.get(status, unknown)
-        super().__init__(message or usual, code=code)
+        default, code = _STATUS_MESSAGES.get(status, unknown)
+        super().__init__(message or default, code=code)
         self.status = status
         self.type = "server_error" if status >= 500 else "invalid_request_error"
 

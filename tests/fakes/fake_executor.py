@@ -8,7 +8,6 @@ token correctly two times out of three.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
@@ -111,15 +110,13 @@ class _Row:
 class FakeHandle:
     """Step whose result is known at once, but must be requested in order."""
 
-    def __init__(self, result: StepResult | Exception, ready_at: float) -> None:
+    def __init__(self, result: StepResult | Exception) -> None:
         self._result = result
-        self._ready_at = ready_at
 
     def done(self) -> bool:
-        return time.monotonic() >= self._ready_at
+        return True
 
     def result(self) -> StepResult:
-        time.sleep(max(0.0, self._ready_at - time.monotonic()))
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
@@ -130,11 +127,9 @@ class FakeExecutor:
 
     Args:
         depth: Maximum number of steps in flight.
-        seconds_per_step: Duration that each step reports.
         fail: Function of a plan; the result of the step raises the exception that it returns.
         corrupt: Function of a plan; the rows that it returns compute non-finite values in this step, which spread
-            to
-              everything computed from them.
+            to everything computed from them.
     """
 
     def __init__(
@@ -145,7 +140,6 @@ class FakeExecutor:
         page_size: int,
         num_groups: int = 1,
         depth: int = 1,
-        seconds_per_step: float = 0.0,
         fail: Callable[[StepPlan], Exception | None] = lambda plan: None,
         corrupt: Callable[[StepPlan], set[int]] = lambda plan: set(),
     ) -> None:
@@ -154,7 +148,6 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self._max_num_seqs = max_num_seqs
         self._page_size = page_size
-        self._seconds_per_step = seconds_per_step
         self._fail = fail
         self._corrupt = corrupt
         self._rows: dict[int, _Row] = {}
@@ -168,8 +161,7 @@ class FakeExecutor:
             raise ExecutorError("the executor is closed")
         self.plans.append(plan)
         failure = self._fail(plan)
-        result = failure if failure is not None else self._execute(plan)
-        return FakeHandle(result, time.monotonic() + self._seconds_per_step)
+        return FakeHandle(failure if failure is not None else self._execute(plan))
 
     def close(self) -> None:
         self.closed = True

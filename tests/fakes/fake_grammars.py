@@ -1,8 +1,7 @@
 """Fake grammars without a library, compiled when the test decides.
 
 In the source `mod 5 for 9`, the n-th token is a multiple of 5 plus n modulo 5, nine tokens are a complete text, and
-the
-text may end from the fifth token on. The source `bad` does not compile.
+the text may end from the fifth token on. The source `bad` does not compile.
 """
 
 from __future__ import annotations

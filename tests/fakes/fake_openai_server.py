@@ -46,8 +46,7 @@ class FakeOpenAIServer:
         ttft, tpot: Seconds before the first frame and between later ones.
         tokenize: False answers /tokenize with 404, as servers without this route do.
         llama_cpp: True for llama.cpp's API: /tokenize accepts only `content` and returns no `count`;
-            /apply-template
-              returns the text of a chat.
+            /apply-template returns the text of a chat.
         on_request: Function called with the number of each generation request.
     """
 

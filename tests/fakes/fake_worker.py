@@ -56,8 +56,6 @@ class Misbehaviour:
         repeat_steps: Send step messages twice.
         wrong_epoch: Send step messages with another epoch.
         bad_token_id: Token id sent in place of the scripted ones.
-        no_finish: Send the last output without a finish, and more outputs after it.
-        ignore_cancel: Continue cancelled requests.
     """
 
     silent: bool = False
@@ -67,8 +65,6 @@ class Misbehaviour:
     repeat_steps: bool = False
     wrong_epoch: bool = False
     bad_token_id: int | None = None
-    no_finish: bool = False
-    ignore_cancel: bool = False
 
 
 @dataclass
@@ -118,8 +114,7 @@ class FakeWorker:
             (LENGTH).
         failure: Function of a prompt; the error that it returns ends each choice after the script.
         drafts: Function of a prompt that returns the accepted and rejected drafts of its first steps. Such a step
-            sends
-              the accepted tokens and one more, with the counts so far; the finish has the counts too.
+            sends the accepted tokens and one more, with the counts so far; the finish has the counts too.
         embedding: Function of a prompt to embed; it returns the embedding, or a Finish that ends the request.
         delay: Seconds between tokens of a request.
         pace: Function of a prompt that returns the factor applied to its delay.
@@ -143,7 +138,6 @@ class FakeWorker:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     speculative_method: str = "off"
-    hidden_size: int = HIDDEN_SIZE
     faults: Misbehaviour = field(default_factory=Misbehaviour)
     welcome_epoch: str | None = None
     version: int = PROTOCOL_VERSION
@@ -210,7 +204,7 @@ class FakeWorker:
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             speculative_method=self.speculative_method,
-            hidden_size=self.hidden_size,
+            hidden_size=HIDDEN_SIZE,
         )
 
     # ---- Loop of the thread or process ----
@@ -252,7 +246,7 @@ class FakeWorker:
             for choice in range(message.choice, message.choice + message.num_choices):
                 drafts = [*self.drafts(message)]
                 self._running.append(_Running(message, identity, choice, script, drafts, pace=self.pace(message)))
-        elif not self.faults.ignore_cancel:
+        else:
             self._cancel(identity, message)
 
     def _cancel(self, identity: bytes, message: Cancel) -> None:
@@ -307,11 +301,10 @@ class FakeWorker:
         token_id = one.script[-1] if ended else one.script[one.position]
         one.position += 1
         finish = None
-        if not self.faults.no_finish:
-            if token_id == 2 and not sampling.ignore_eos:
-                finish = Finish(FinishReason.STOP, stop_token_id=2)
-            elif one.position >= sampling.max_tokens or (one.position >= len(one.script) and failure is None):
-                finish = Finish(FinishReason.LENGTH)
+        if token_id == 2 and not sampling.ignore_eos:
+            finish = Finish(FinishReason.STOP, stop_token_id=2)
+        elif one.position >= sampling.max_tokens or (one.position >= len(one.script) and failure is None):
+            finish = Finish(FinishReason.LENGTH)
         if self.faults.bad_token_id is not None:
             token_id = self.faults.bad_token_id
         logprobs = None

@@ -61,9 +61,3 @@ def held() -> Counter[str]:
 def kept(before: Counter[str], after: Counter[str], *, most: int) -> dict[str, int]:
     """Return the types (or elements) of which there are more than `most` new ones."""
     return {name: count for name, count in (after - before).items() if count > most}
-
-
-def expect_nothing_kept(before: Counter[str], after: Counter[str], *, most: int) -> None:
-    """Fail if more than `most` objects of a type are new."""
-    grown = kept(before, after, most=most)
-    assert not grown, f"kept: {grown}"

@@ -1,4 +1,4 @@
-"""Choice of test cases from all combinations of values. The combinations that are not chosen are slow tests."""
+"""Selection of test cases from all combinations of values. All other combinations are marked as slow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Ids = Callable[[Any], object] | None
 
 
 def each_value(ids: Ids = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with as few cases as contain each value of each parameter."""
+    """Parametrize a test with the fewest cases that contain each value of each parameter."""
     sizes = [len(options) for options in values.values()]
     return _parametrize(values, [tuple(number % size for size in sizes) for number in range(max(sizes))], ids)
 
 
 def pairwise(ids: Ids = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with few cases in which each two values of two parameters occur together."""
+    """Parametrize a test with few cases that contain each pair of values of two parameters."""
     cases = list(product(*(range(len(options)) for options in values.values())))
     uncovered = {pair for case in cases for pair in combinations(enumerate(case), 2)}
     chosen = []
@@ -31,7 +31,7 @@ def pairwise(ids: Ids = None, **values: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def some(cases: Sequence[Any], *quick: int) -> list[Any]:
-    """Return the cases, of which only those with these indices are not slow."""
+    """Return the cases, all marked as slow except those with the indices `quick`."""
     return [case if index in quick else slow(case) for index, case in enumerate(cases)]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +50,29 @@ def _stat(pid: int | str) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ["X", ""]
+
+
+_STARTS = """
+import json, sys
+from {program}.__main__ import main
+for arguments in json.load(sys.stdin):
+    print(json.dumps(arguments), main(arguments), file=sys.stderr, flush=True)
+"""
+
+
+def refusals(program: str, starts: list[list[str]]) -> list[str]:
+    """Start a program with each list of arguments and return what it writes; each start must end with exit code 1."""
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTS.format(program=program)],
+        input=json.dumps(starts), capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    reasons, output = [], done.stderr
+    for arguments in starts:
+        reason, _, output = output.partition(json.dumps(arguments))
+        assert output.startswith(" 1\n")
+        reasons.append(reason)
+    return reasons
 
 
 def listening_url(log: str) -> str | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from gateway.flow.events import TextDelta
 from tests.fakes.fake_generator import EOS, FakeEntry, FakeModels, facts, logprob, spell
-from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import run_gateway
 
 
@@ -262,15 +260,3 @@ async def test_beams_of_a_chat_and_of_several_prompts(gateway):
     assert status == 200 and [one["text"] for one in body["choices"]] == ["a", "b", "a", "b"]
     status, body, _ = await gateway.chat(use_beam_search=True, n=2, return_token_ids=True)
     assert status == 200 and len(body["choices"]) == 2 and body["choices"][0]["token_ids"][-1] == EOS
-
-
-async def test_a_disconnect_cancels_all_beams(gateway):
-    def script(request):
-        return [60.0] if request.prompt_token_ids[-1] != 33 else two_ways(request)
-
-    gateway.generator.script = script
-    task = asyncio.create_task(gateway.complete(prompt="!", use_beam_search=True, n=3))
-    await until(lambda: len(gateway.generator.live) == 2)
-    task.cancel()
-    assert await gateway.generations_left() == 0
-    assert all(room.closed for room in gateway.generator.reservations)

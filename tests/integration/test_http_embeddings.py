@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from tests.fakes.fake_generator import (
     FakeModels,
     facts,
 )
-from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import USER_KEY, Gateway, run_gateway
 from tests.fakes.vectors import HIDDEN_SIZE, decoded, unit_vector, vector_of
 
@@ -213,16 +211,3 @@ async def test_a_submit_is_retried_while_no_worker_answers(monkeypatch):
     async with run_gateway(Busy(embedding_batch.RETRIES)) as gateway:
         status, body = await post(gateway, input=["a", "b", "c", "d"])
         assert status == 200 and len(body["data"]) == 4
-
-
-async def test_a_disconnect_cancels_all_inputs():
-    async with run_gateway(answering(lambda _: [60.0])) as gateway:
-        body = {"model": MODEL, "input": ["a"] * 20}
-        client = asyncio.create_task(gateway.post(PATH, body))
-        await until(lambda: len(gateway.generator.live) == 8)
-        client.cancel()
-        assert await gateway.generations_left() == 0
-        assert len(gateway.generator.generations) == 8
-        assert all(generation.cancelled for generation in gateway.generator.generations)
-        (room,) = gateway.generator.reservations
-        assert room.outcome is None and room.closed

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import aiohttp
 import openai
@@ -20,9 +17,9 @@ from shared.errors import EXIT_REFUSED
 from shared.messages import Bundle
 from tests.fakes.fake_worker import ENDLESS, MANY_TOKENS, FakeWorker
 from tests.fakes.gateway_core import until
-from tests.fakes.http_gateway import parse_events
-from tests.fakes.prepared_server import MODEL, GatewayProcess, PreparedServer
-from tests.fakes.processes import shared_port
+from tests.fakes.http_gateway import assembled, parse_events
+from tests.fakes.prepared_server import GatewayProcess
+from tests.fakes.processes import refusals, shared_port
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 PATIENCE_SECONDS = 50.0
@@ -40,11 +37,11 @@ def supervised(directory, *flags):
             yield process, pipe
 
 
-async def send(url, path, body, version="1.1"):
+async def send(url, path, body):
     """Send a request on a connection of its own, which the server closes."""
     raw = orjson.dumps(body)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
     return reader, writer
 
@@ -69,46 +66,19 @@ async def test_start_serve_and_lose_the_worker(directory):
         assert process.end() == 0
 
 
-async def test_streams_of_several_choices_are_whole_in_either_version_of_http(directory):
+@pytest.mark.parametrize("version", [aiohttp.HttpVersion10, aiohttp.HttpVersion11], ids=str)
+async def test_streams_of_several_choices_are_whole_in_either_version_of_http(directory, version):
+    body = {"model": "fake", "messages": [{"role": "user", "content": "Grüße, 你好 🛑!"}], "max_tokens": 80, "n": 3}
     with FakeWorker(directory, delay=0.001), GatewayProcess(directory) as process:
-        url = process.await_ready()
-        for path, prompt in (
-            ("/v1/completions", {"prompt": "Grüße, 你好 🛑!"}),
-            ("/v1/chat/completions", {"messages": MESSAGES}),
-        ):
-            body = {"model": "fake", "max_tokens": 80, "n": 3, **prompt}
-            async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as response:
-                whole = await response.json()
-            for version in ("1.0", "1.1"):
-                reader, writer = await send(url, path, {**body, "stream": True}, version)
-                headers, _, data = (await reader.read()).partition(b"\r\n\r\n")
-                writer.close()
-                assert (b"Transfer-Encoding: chunked" in headers) == (version == "1.1")
-                check_stream(unchunked(data) if version == "1.1" else data, whole)
-
-
-def check_stream(data, whole):
-    """Check that the choices of a stream equal those of the whole response."""
-    *chunks, done = parse_events(data)
-    assert done == "[DONE]"
-    for expected in whole["choices"]:
-        mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == expected["index"]]
-        texts = [choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in mine]
-        assert "".join(texts) == (expected["text"] if "text" in expected else expected["message"]["content"])
-        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == [expected["finish_reason"]]
-
-
-def unchunked(data):
-    """Return the body of a chunked HTTP/1.1 response."""
-    body = b""
-    while True:
-        size, _, data = data.partition(b"\r\n")
-        count = int(size, 16)
-        assert data[count : count + 2] == b"\r\n"
-        if count == 0:
-            assert data == b"\r\n"
-            return body
-        body, data = body + data[:count], data[count + 2 :]
+        options = {"version": version, "headers": {"Connection": "close"}}
+        async with aiohttp.ClientSession(process.await_ready(), **options) as session:
+            async with session.post("/v1/chat/completions", json=body) as response:
+                whole = (await response.json())["choices"]
+            async with session.post("/v1/chat/completions", json={**body, "stream": True}) as response:
+                *chunks, done = parse_events(await response.read())
+            assert ("Transfer-Encoding" in response.headers) == (version == aiohttp.HttpVersion11)
+    names = ("index", "message", "finish_reason")
+    assert done == "[DONE]" and assembled(chunks) == [{name: one[name] for name in names} for one in whole]
 
 
 async def test_a_second_sigterm_ends_the_drain(directory):
@@ -190,14 +160,6 @@ def test_ready_and_watchdog_notifications(directory, tmp_path):
                 seen |= set(receiver.recv(4096).decode().split("\n"))
 
 
-STARTS = """
-import json, sys
-from gateway.__main__ import main
-for arguments in json.load(sys.stdin):
-    print(json.dumps(arguments), main(arguments), file=sys.stderr, flush=True)
-"""
-
-
 def test_unusable_configuration(directory):
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
@@ -212,13 +174,9 @@ def test_unusable_configuration(directory):
             (["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"], "is 2; it must be below"),
         ]
         started = [["--port", "0", "--runtime-dir", str(directory), *arguments] for arguments, _ in cases]
-        command = [sys.executable, "-c", STARTS]
-        options = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, "check": True}
-        output = subprocess.run(command, input=json.dumps(started), **options).stderr
-    assert "Traceback" not in output
-    for arguments, (_, words) in zip(started, cases, strict=True):
-        reason, _, output = output.partition(json.dumps(arguments))
-        assert words in reason and output.startswith(" 1\n") and "with space" not in reason
+        reasons = refusals("gateway", started)
+    for reason, (_, words) in zip(reasons, cases, strict=True):
+        assert words in reason and "with space" not in reason
 
 
 async def test_keys_by_file_and_environment(directory, tmp_path):
@@ -244,38 +202,3 @@ def test_two_gateways_of_one_index_do_not_share_a_port(directory):
             with GatewayProcess(directory, *flags) as second:
                 assert second.wait() == 1 and "Traceback" not in second.log()
                 assert "a gateway with --gateway-index 0 is already running" in second.log()
-
-
-async def test_excess_requests_are_refused_and_others_answered():
-    """reliability 2.5 #69"""
-    num_requests, limit = 100, 8 + 24  # running and waiting requests
-    text = "All is well. " * 4
-    flags = ("--max-waiting-requests", str(limit - 8))
-    with PreparedServer({"hello": text}, flags=flags, max_num_seqs=8) as server:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
-        outcomes: list[int] = []
-
-        async def ask(session: aiohttp.ClientSession) -> None:
-            async with session.post(server.url + "/v1/chat/completions", json=body) as response:
-                answer = await response.json()
-                outcomes.append(response.status)
-                if response.status == 200:
-                    assert answer["choices"][0]["message"]["content"] == text
-                    return
-                assert response.status == 429 and answer["error"]["code"] == "rate_limit_exceeded"
-                assert 1 <= int(response.headers["Retry-After"]) <= 60 and response.headers["retry-after-ms"]
-
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            # Refused requests are answered before the admitted ones finish.
-            server.worker.faults.stalled = True
-            asking = [asyncio.create_task(ask(session)) for _ in range(num_requests)]
-            await until(lambda: len(outcomes) == num_requests - limit, 100)
-            assert set(outcomes) == {429}
-            server.worker.faults.stalled = False
-            await asyncio.gather(*asking)
-            assert outcomes[num_requests - limit :] == [200] * limit
-            # Slots are free again.
-            await ask(session)
-            assert outcomes[-1] == 200
-        assert len(server.worker.submits()) == limit + 1

@@ -218,7 +218,7 @@ async def test_a_connection_dropped_in_the_body_is_not_a_server_error(gateway):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_same_with_aiohttps_python_parser():
+def test_this_file_with_the_python_parser_of_aiohttp():
     # CVE-2025-53643: aiohttp uses this parser if its compiled one is missing.
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],

@@ -27,7 +27,7 @@ from shared.errors import RateLimitError, UnavailableError
 from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import until
-from tests.fakes.growth import expect_nothing_kept, held, kept
+from tests.fakes.growth import held, kept
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
 from tests.fakes.prepared_server import GatewayProcess
 from tests.integration.test_http_responses import ask, background, create
@@ -150,7 +150,7 @@ async def test_ended_requests_leave_no_objects(monkeypatch):
             if len(asyncio.all_tasks()) <= tasks and not kept(before, held(), most=70):
                 break
             await asyncio.sleep(0.1)
-        expect_nothing_kept(before, held(), most=70)
+        assert not kept(before, held(), most=70)
         assert len(asyncio.all_tasks()) <= tasks and not running.generator.live
 
 
@@ -214,13 +214,12 @@ def connections() -> list[Any]:
     return [one for one in every if one.transport is not None and one._request_in_progress]
 
 
-@pytest.mark.parametrize("times", [2, 20])
-async def test_concurrent_cancels_end_a_response_once(gateway, times):
+async def test_concurrent_cancels_end_a_response_once(gateway):
     for seen in range(5):
         made = await background(gateway, *[TextDelta(0, "Hel", [1])] * seen, asyncio.Event())
         path = f"/v1/responses/{made}/cancel"
-        answers = await asyncio.gather(*(ask(gateway, "POST", path) for _ in range(times)))
-        assert [(status, body["status"]) for status, body in answers] == [(200, "cancelled")] * times
+        answers = await asyncio.gather(*(ask(gateway, "POST", path) for _ in range(20)))
+        assert [(status, body["status"]) for status, body in answers] == [(200, "cancelled")] * 20
         assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
 
 

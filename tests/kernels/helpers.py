@@ -52,9 +52,7 @@ def run_only_the_last_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
     """Return [18, vocab] logits of two requests, from a prefill step and a decode step."""
-    decoder = Decoder(
-        files.spec, files.weights, dtype=torch.float16, device=device, max_model_len=64
-    )
+    decoder = Decoder(files.spec, files.weights, dtype=torch.float16, device=device, max_model_len=64)
     kv = KVStorage(files.spec, 8, 16, torch.float32, device)
     steps = [
         make_batch([(list(range(3, 17)), 0, [0, 1]), ([9, 8], 0, [2])], 16),

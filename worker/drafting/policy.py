@@ -34,8 +34,14 @@ LONGEST_PAUSE = 16
 LONGEST_DRAFTING_PAUSE = 2048
 """Steps between two trials of a draft model that does not pay; the pause doubles from trial to trial."""
 
-_FIRST_READING, _LEAST_READING, _FIRST_CATCH_UP = 64, 8, 512
-"""Tokens that the draft model reads: in a step while its speed is unknown, at least, and for a request until then."""
+_FIRST_READING = 64
+"""Tokens that the draft model reads in a step while its speed is unknown."""
+
+_LEAST_READING = 8
+"""Minimum number of tokens that the draft model reads in a step."""
+
+_FIRST_CATCH_UP = 512
+"""Longest text that the draft model reads for a request while its speed or its benefit is unknown."""
 
 
 class Pause:
@@ -53,7 +59,7 @@ class Pause:
         return self._left > 0
 
     def holds(self, num_requests: int) -> bool:
-        """Return True if the next step, with so many requests, is skipped. Call it once per step."""
+        """Return True if the next step, which has `num_requests` requests, is skipped. Call it once per step."""
         if self._left and 4 * abs(num_requests - self._num_requests) <= self._num_requests:
             self._left -= 1
             return True
@@ -76,7 +82,7 @@ class DraftPolicy:
 
     Attributes:
         slowdown: Expected duration of the step chosen last, relative to one without drafts.
-        is_probe: The last answer of `num_to_draft` is a trial, for which one row suffices.
+        is_probe: True if the last result of `num_to_draft` is a trial, for which one row suffices.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -86,20 +92,20 @@ class DraftPolicy:
         self._costs = StepCosts()
         self._num_steps = 0
         self._next_probe = PROBE_INTERVAL
-        self._proposing = CostTable(lean_low=True)  # by rows, for each token
-        self._read_ms: float | None = None  # for each token
+        self._proposing = CostTable(lean_low=True)  # by number of rows, per token
+        self._read_ms: float | None = None  # per token
         self._most_read = _FIRST_READING // 2
         self._waited_ms = 0.0
-        self._saved_ms: float | None = None  # by drafting, for each token
+        self._saved_ms: float | None = None  # by drafting, per token
         self._trials = Pause(LONGEST_DRAFTING_PAUSE)
 
     def observe(self, num_rows: int, milliseconds: float) -> None:
-        """Learn from the duration of a step of so many rows, including drafts, without prompt tokens."""
+        """Learn from the duration of a step without prompt tokens. Drafts count as rows."""
         self._num_steps += 1
         self._costs.observe(num_rows, milliseconds)
 
     def step_ms(self, num_rows: int) -> float:
-        """Return the expected duration of a step of so many rows; 0 while unknown."""
+        """Return the expected duration of a step with `num_rows` rows; 0 while unknown."""
         return float(self._costs.read(num_rows, 0)[0])
 
     def choose(self, proposals: Sequence[Proposal | None], room: int, credits: Sequence[float | None]) -> list[int]:
@@ -169,7 +175,7 @@ class DraftPolicy:
             self._read_ms = each if self._read_ms is None else self._read_ms + 0.2 * (each - self._read_ms)
 
     def take_wait(self, num_rows: int) -> float:
-        """Return how long all rows have waited for the draft model since the last call, in steps of so many rows."""
+        """Return the time waited for the draft model since the last call, in steps with `num_rows` rows."""
         waited_ms, self._waited_ms = self._waited_ms, 0.0
         step_ms = self.step_ms(num_rows) if waited_ms else 0.0
         return min(waited_ms / step_ms, MAX_LAG) if step_ms else 0.0
@@ -218,7 +224,7 @@ class DraftPolicy:
         if self._trials.holds(num_rows):
             return 0
         self._trials.learn(paid=False)
-        # Row counts that were never measured may cost no more. If that would pay, all rows are tried.
+        # Assume that unmeasured row counts cost no more than the largest measured one. If that pays, try all rows.
         hoped_ms = np.minimum(costs, costs[min(max(known - num_rows, 0), len(costs) - 1)])
         each_ms = self._proposing.cost(min(num_wanting, self._proposing.largest)) or 0.0
         hoped = tokens / (hoped_ms[num_wanting * counts] + each_ms * (counts + 1))

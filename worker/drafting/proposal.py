@@ -46,15 +46,16 @@ class Proposal:
 
 
 _FIRST_CHANCES = {Source.PREDICTION: 0.7, Source.LOOKUP: 0.3, Source.REPETITION: 0.7, Source.DRAFT_MODEL: 0.5}
+"""Acceptance of each kind of draft that a worker assumes before its first observation."""
 _WORKER_DECAY, _WORKER_PRIOR = 0.998, 12.0
 _REQUEST_DECAY, _REQUEST_PRIOR = 0.9, 3.0
-"""Factors per observation, and weights of the estimate without observations, in observations."""
+"""Decay of the weights per observation, and weight of the prior estimate as a number of observations."""
 
 
 class Acceptance:
     """Exponentially weighted acceptance of each kind of draft: of a worker, or of one request.
 
-    In a request about ten observations decide, so that a change of its text is noticed soon.
+    The estimate of a request depends on about its last ten observations, so that it follows changes of the text.
 
     Args:
         worker: For a request, the acceptance over all requests, which is the estimate before its own observations.
@@ -67,7 +68,7 @@ class Acceptance:
         self._tried = [0.0] * len(Source)
 
     def observe(self, source: int, accepted: bool) -> None:
-        """Record, here and for the worker, whether a draft was accepted whose predecessors were accepted."""
+        """Record whether a draft was accepted after all drafts before it. The worker's estimate is updated too."""
         if self._worker is not None:
             self._worker.observe(source, accepted)
         self._accepted[source] = self._accepted[source] * self._decay + accepted

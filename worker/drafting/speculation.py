@@ -139,8 +139,8 @@ class Speculation:
     def propose(self, limit: int) -> Proposal | None:
         """Return up to `limit` tokens that may follow the last token.
 
-        A proposal of the draft model, which is asked only without another one, comes first. Then comes the client's
-        prediction, unless it is doubtful and a look-up is more likely, and then a look-up.
+        The draft model's proposal has precedence; the model runs only for requests without another proposal. Next is
+        the client's prediction, unless it is doubtful and a look-up is more likely, and then a look-up.
         """
         if limit <= 0:
             return None
@@ -185,11 +185,11 @@ class Speculation:
 
     @property
     def draft_counts(self) -> DraftCounts | None:
-        """Counts for the client; None before the first verification."""
+        """Numbers of accepted and rejected drafts, for the client; None before the first verification."""
         return None if not self.num_drafted else DraftCounts(self.num_accepted, self.num_drafted - self.num_accepted)
 
     def _read(self) -> None:
-        """Bring index and cursor up to the last token."""
+        """Add the new tokens to the index and to the cursor."""
         new_ids = self._token_ids[self._num_read :]
         if self._look_up and self._index is None:
             self._index = NgramIndex(self._token_ids)

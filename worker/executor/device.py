@@ -50,7 +50,7 @@ class Graph(Protocol[Out]):
 
 
 class Device:
-    """A device that executes the work enqueued by torch and Triton; this class, at once on the CPU.
+    """Device that executes the work of torch and Triton. This base class is the CPU, where all calls are synchronous.
 
     Attributes:
         torch_device: Device of the tensors.

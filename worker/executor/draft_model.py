@@ -16,7 +16,7 @@ import torch
 from worker.executor.device import Device
 from worker.executor.executor import EnqueuedStep
 from worker.executor.model_runner import GraphRunner, Model, ModelRunner, PageStorage
-from worker.executor.pending_step import Arrival
+from worker.executor.pending_step import PendingTensors
 from worker.executor.request_rows import RequestRows
 from worker.model.forward_batch import ForwardBatch
 from worker.plan import DraftedRow, DraftedTokens, ScheduledTokens, StepPlan, StepResult
@@ -89,7 +89,7 @@ class DraftModel(GraphRunner):
         """Capture one more graph while the worker is idle. Return False if none is left."""
         return self._graphs is not None and self._graphs.capture_next()
 
-    def _pass(self, step: int, items: list[ScheduledTokens], size: int | None, num_proposed: int) -> Arrival:
+    def _pass(self, step: int, items: list[ScheduledTokens], size: int | None, num_proposed: int) -> PendingTensors:
         """Compute tokens of the rows and sample one more for those that need it, after `num_proposed` proposals."""
         staged = self._rows.stage(StepPlan(step=step, scheduled=items), size)
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
@@ -104,7 +104,7 @@ class DraftModel(GraphRunner):
         else:
             hidden = self._hidden_states(batch)
         proposed = [self._propose(hidden, sampled)] if len(sampled.rows) else []
-        passed = Arrival(self._device.download(proposed))
+        passed = PendingTensors(self._device.download(proposed))
         self._rows.reserve_until(passed)
         return passed
 
@@ -153,7 +153,7 @@ class DraftModel(GraphRunner):
 class PendingDrafts:
     """A step of the draft model between `launch` and its result."""
 
-    def __init__(self, step: int, proposing: Sequence[DraftedRow], passes: Sequence[Arrival]) -> None:
+    def __init__(self, step: int, proposing: Sequence[DraftedRow], passes: Sequence[PendingTensors]) -> None:
         self._step = step
         self._proposing = proposing
         self._passes = passes
@@ -173,7 +173,7 @@ class PendingDrafts:
         drafted = {row.row: DraftedTokens(row.row, []) for row in self._proposing}
         for index, one_pass in enumerate(self._passes):
             rows = [row.row for row in self._proposing if row.num_drafts > index]
-            for token_ids in one_pass.arrived:
+            for token_ids in one_pass.tensors:
                 # Failed ids are 0 in the row too.
                 for row, token_id in zip(rows, token_ids.clamp(min=0).tolist(), strict=True):
                     drafted[row].token_ids.append(token_id)

@@ -110,7 +110,7 @@ class LocalExecutor:
         return result
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise the first failure as an ExecutorError."""
+        """Record the first failure and raise it as an ExecutorError."""
         failure = self._failure = self._failure or error
         if isinstance(failure, ExecutorError):
             raise failure

@@ -108,7 +108,7 @@ class _CapturedGraphs(Generic[K, T]):
 
 
 class DecodeGraphs(_CapturedGraphs[int, T]):
-    """Decode graphs of one rank, by their number of requests. Each request computes one token.
+    """Decode graphs of one rank, by number of requests. Each request computes one token.
 
     Args:
         device: Device that captures.

@@ -45,7 +45,7 @@ class PageStorage(Protocol):
 
 
 class GraphRunner:
-    """State that the runners of both models have, and the graphs of their decode steps.
+    """Base class of the runners of the target model and of the draft model, with the graphs of decode steps.
 
     Args:
         model: Decoder.

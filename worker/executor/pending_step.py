@@ -33,16 +33,16 @@ class PooledSums:
     sums: torch.Tensor
 
 
-class Arrival:
-    """Tensors on their way to the host.
+class PendingTensors:
+    """Asynchronous copy of device tensors to the host.
 
     Attributes:
-        arrived: The tensors, after `wait`.
+        tensors: Copies on the host, after `wait`.
     """
 
     def __init__(self, download: Download) -> None:
         self._download: Download | None = download
-        self.arrived: tuple[torch.Tensor, ...] = ()
+        self.tensors: tuple[torch.Tensor, ...] = ()
 
     def done(self) -> bool:
         """Return True if `wait` would return immediately."""
@@ -51,11 +51,11 @@ class Arrival:
     def wait(self) -> None:
         """Wait until the step has finished and its buffers are free. May be called repeatedly."""
         if self._download is not None:
-            self.arrived = self._download.wait()
+            self.tensors = self._download.wait()
             self._download = None
 
 
-class PendingStep(Arrival):
+class PendingStep(PendingTensors):
     """A step between `launch` and its result.
 
     Args:
@@ -92,12 +92,12 @@ class PendingStep(Arrival):
         self.wait()
         if self._result is None:
             self._result = self._assemble()
-            self.arrived = ()
+            self.tensors = ()
         return self._result
 
     def _assemble(self) -> StepResult:
         """Convert the tensors, in the order in which the constructor lists them, to a result."""
-        arrived = iter(self.arrived)
+        arrived = iter(self.tensors)
         by_feature, tokens = self._sampled.by_feature, self._tokens
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}

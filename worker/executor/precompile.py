@@ -55,37 +55,34 @@ class CompileProcess:
     def __init__(self, folder: Path, compile_all: Callable[[Callable[[], Iterable[Kind]]], None]) -> None:
         self._marker = folder / _COMPLETE
         self._compile_all = compile_all
-        self._pid: int | None = None
-        self._pipe: int | None = None
+        read_end, write_end = os.pipe()
+        self._reader, self._writer = os.fdopen(read_end, "rb"), os.fdopen(write_end, "wb", buffering=0)
+        self._pid = 0  # once the process has been reaped too
         self._succeeded = False
 
     def start(self) -> None:
         """Fork. Call this from the main thread before other threads start: the child ends with this thread."""
-        read_end, write_end = os.pipe()
         parent = os.getpid()
         with warnings.catch_warnings():
             # The only possible threads are numpy's, and numpy stops them before a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
-            os.close(write_end)
-            self._run(parent, read_end)
-        os.close(read_end)
-        self._pipe = write_end
+            self._writer.close()
+            self._run(parent)
+        self._reader.close()
 
     def compile_head(self, kinds: Iterable[Kind]) -> None:
         """Send the kinds of the head's weight, which the process compiles last."""
-        if self._pipe is not None:
-            # A failed process does not read; `wait` detects the failure.
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._pipe, msgspec.json.encode(sorted(kinds)))
-            self._close_pipe()
+        # A failed process does not read; `wait` detects the failure.
+        with contextlib.suppress(BrokenPipeError), self._writer:
+            self._writer.write(msgspec.json.encode(sorted(kinds)))
 
     def wait(self) -> bool:
         """Wait until the process has ended. Return True if everything is in the cache."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
-        self._close_pipe()
-        while self._pid is not None and not self._reap(os.WNOHANG):
+        self._writer.close()
+        while self._pid and not self._reap(os.WNOHANG):
             if time.monotonic() > deadline:
                 self.close()
             time.sleep(_POLL_SECONDS)
@@ -99,27 +96,18 @@ class CompileProcess:
 
     def close(self) -> None:
         """Kill the process if it has not ended."""
-        self._close_pipe()
-        if self._pid is not None:
+        self._writer.close()
+        if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             self._reap(0)
 
     def _reap(self, options: int) -> bool:
-        if self._pid is None:
-            return True
         pid, status = os.waitpid(self._pid, options)
-        if pid == 0:
-            return False
-        self._pid = None
-        self._succeeded = status == 0
-        return True
+        if pid:
+            self._pid, self._succeeded = 0, status == 0
+        return pid != 0
 
-    def _close_pipe(self) -> None:
-        if self._pipe is not None:
-            os.close(self._pipe)
-            self._pipe = None
-
-    def _run(self, parent: int, pipe: int) -> NoReturn:
+    def _run(self, parent: int) -> NoReturn:
         """Compile in the child. Exit without the interpreter's shutdown, whose exit handlers belong to the worker."""
         status = 1
         try:
@@ -128,10 +116,14 @@ class CompileProcess:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
             if os.getppid() == parent:
                 gc.disable()  # the process is too short-lived to benefit from collection
-                self._compile_all(lambda: _read_kinds(pipe))
+                self._compile_all(self._read_kinds)
                 status = 0
         finally:
             os._exit(status)
+
+    def _read_kinds(self) -> list[Kind]:
+        """Read the kinds of the head. Raise DecodeError if the worker has ended without sending them."""
+        return msgspec.json.decode(self._reader.read(), type=list[tuple[int, bool]])
 
 
 def is_compile_process_useful(folder: Path) -> bool:
@@ -150,12 +142,6 @@ def compile_common_kernels(head_kinds: Callable[[], Iterable[Kind]]) -> None:
     CpuSamplingOps(1).compile()
     for kind in head_kinds():
         panel_linear(*kind, Result.FLOAT32)
-
-
-def _read_kinds(pipe: int) -> list[Kind]:
-    """Read the kinds of the head. Raise DecodeError if the worker has ended without sending them."""
-    with os.fdopen(pipe, "rb") as file:
-        return msgspec.json.decode(file.read(), type=list[tuple[int, bool]])
 
 
 @dataclass

@@ -78,7 +78,7 @@ class VocabularyParallelHead:
         scheme = self._scheme = place.scheme([raw], unrounded=True)
         packed = isinstance(scheme, OneDNNPackedScheme)
         if isinstance(scheme, DenseScheme) and not packed and tied is not None and len(tied.values) == padded:
-            scheme.weight = tied.values  # memory for one of them
+            scheme.weight = tied.values  # share the memory
             return
         scheme.create_weights(padded, raw.shape[1])
         scheme.load_rows(0, raw)

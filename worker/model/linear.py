@@ -67,7 +67,7 @@ def split_evenly(total: int, parallel: ParallelContext) -> slice:
 
 
 class _ParallelLinear:
-    """Properties that both linear layers have."""
+    """Base class of the parallel linear layers."""
 
     _scheme: LinearScheme
     _bias: torch.Tensor | None

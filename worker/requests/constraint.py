@@ -227,19 +227,18 @@ class Constraints:
         return opened
 
     def masks(self, requests: Sequence[tuple[ConstrainedRequest, Sequence[int]]]) -> list[list[bytes] | Finish]:
-        """Return what each request may sample next, or how it ends without a further token.
+        """Return the masks of the next tokens of each request, or how it ends without a further token.
 
-        The constraints are ready. For a request with drafts (as many as are verifiable), the masks after each of them
-        follow, up to
-        one after which it would end.
+        The constraints must be ready. A request with drafts (as many as are verifiable) also gets the mask after each
+        draft, up to a draft after which it would end.
         """
         places = [(request, drafts[:index]) for request, drafts in requests for index in range(1 + len(drafts))]
         masks, may_end = self._fill(requests, len(places))
-        goes_on: list[bool] = np.logical_or.reduce(masks & self._not_eos, axis=1).tolist()
+        can_continue: list[bool] = np.logical_or.reduce(masks & self._not_eos, axis=1).tolist()
         narrowed = iter(
             [
                 mask.tobytes() if plain and _is_plain(*place) else self._narrow(*place, mask, bool(end))
-                for place, mask, plain, end in zip(places, masks, goes_on, may_end)
+                for place, mask, plain, end in zip(places, masks, can_continue, may_end)
             ]
         )
         results: list[list[bytes] | Finish] = []

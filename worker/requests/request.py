@@ -150,7 +150,7 @@ class Request:
         return self.speculation is not None and self.speculation.is_promising
 
     def add_prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
-        """Add the part of the report on the prompt that one chunk gave; nothing predicts the first token."""
+        """Add the log-probabilities of one chunk of the prompt. The first token has none: nothing predicts it."""
         if not self.prompt_logprobs:
             self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None, 0, [], []))
         self.prompt_logprobs += entries
@@ -164,8 +164,9 @@ class Request:
     ) -> Output:
         """Return the next message to the client's gateway.
 
-        The first one carries the number of cached tokens, and the first one after its completion the report on the
-        prompt. All carry counts of drafts, because a stop string ends a choice in the gateway.
+        The first message carries the number of cached tokens. The first message after the prompt was computed carries
+        its log-probabilities. All messages carry the counts of drafts, because the gateway may end a choice at a stop
+        string.
         """
         cached = prompt_logprobs = None
         if not self.reported_cached_tokens:

@@ -79,7 +79,7 @@ class _Finder:
     def advance(self, token: int) -> bool:
         """Take a token; return True if the sequence ends with it. The search then starts again."""
         tail = (*self._tokens[: self.num_matched], token)
-        # The longest beginning of the sequence with which the text ends.
+        # Find the longest prefix of the sequence that the text ends with.
         lengths = range(min(len(tail), len(self._tokens)), 0, -1)
         self.num_matched = next((n for n in lengths if tail[-n:] == self._tokens[:n]), 0)
         if not self._tokens or self.num_matched < len(self._tokens):

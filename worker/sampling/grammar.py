@@ -119,25 +119,20 @@ class _Vocabulary:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
-        self._created: Future[LLTokenizer] = Future()
+        self.created: Future[LLTokenizer] = Future()
         self._num_words = -(-vocab_size // 32)
         self._within: Words = np.zeros(self._num_words, dtype=np.uint32)
         self.ends: Words = np.zeros(0, dtype=np.uint32)
 
-    @property
-    def is_created(self) -> bool:
-        """True if `tokenizer` returns or raises immediately."""
-        return self._created.done()
-
     def tokenizer(self) -> LLTokenizer:
         """Return the tokenizer. Raise InvalidRequestError if tokens of this kind of tokenizer have no byte strings."""
         with self._lock:
-            if not self._created.done():
+            if not self.created.done():
                 try:
-                    self._created.set_result(self._create())
+                    self.created.set_result(self._create())
                 except PeltonError as error:
-                    self._created.set_exception(error)
-        return self._created.result()
+                    self.created.set_exception(error)
+        return self.created.result()
 
     def _create(self) -> LLTokenizer:
         begin = time.monotonic()
@@ -219,7 +214,7 @@ class LLGrammars:
 
     def warm_up(self) -> bool:
         """Create the tokenizer while the worker is idle. Return False if nothing is left to do."""
-        if self._vocabulary.is_created:
+        if self._vocabulary.created.done():
             return False
         try:
             self._vocabulary.tokenizer()

@@ -183,7 +183,7 @@ class Scheduler:
             self._finish(request, Finish(FinishReason.ERROR, message=message, code="deadline_exceeded"))
 
     def _admit_compiled(self) -> None:
-        # The end of one may start the wait of its siblings: they are checked next.
+        # When a request ends, another choice of it may start to wait: check again.
         while self._planner.is_compiling and (ending := self._planner.admit_compiled()):
             for request in ending:
                 if request.constraint is not None and request.constraint.finish is not None:
@@ -264,8 +264,8 @@ class Scheduler:
                     rules = "the request's rules for tokens"
                     finish = self._not_finite("logits") if distrust else nothing_left(request.sampling, rules)
                 elif request.speculation is not None:
-                    # Drafts with non-finite values show even where their weight is zero: the row is computed again
-                    # without.
+                    # A draft with non-finite keys or values affects tokens that do not attend to it, since 0 * NaN is
+                    # NaN. Compute the row again without drafts.
                     request.speculation.is_suspect = True
                 break
             request.token_ids.append(token_id)

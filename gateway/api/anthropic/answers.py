@@ -8,7 +8,7 @@ import msgspec
 
 
 class AnthropicErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's error object; the message names the field at fault."""
+    """Error object of Anthropic's API; the message names the invalid field."""
 
     type: str
     message: str
@@ -35,7 +35,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Message of Anthropic's API."""
+    """Complete response of /v1/messages."""
 
     id: str
     type: Literal["message"]
@@ -54,7 +54,7 @@ class TokenCountAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class ModelInfoAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Name of a served model in Anthropic's shape."""
+    """Description of a served model in Anthropic's format."""
 
     type: Literal["model"]
     id: str
@@ -70,7 +70,7 @@ class ModelInfoAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelPageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Page of names of served models in Anthropic's shape."""
+    """Page of descriptions of served models in Anthropic's format."""
 
     data: list[ModelInfoAnswer]
     first_id: str | None

@@ -29,7 +29,7 @@ class CacheableBlock(TypedObject, kw_only=True):
 
 
 class TextBlock(CacheableBlock, kw_only=True):
-    """Text. The citations of Anthropic's own answers are accepted in assistant messages and ignored."""
+    """Block of text. Citations in assistant messages, as Anthropic's responses contain them, are ignored."""
 
     text: str
     citations: list[Any] | None = None
@@ -42,7 +42,7 @@ class CitationsField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DocumentBlock(CacheableBlock, kw_only=True):
-    """Document of text."""
+    """Document; only text is supported."""
 
     source: dict[str, Any]
     title: str | None = None

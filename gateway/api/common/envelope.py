@@ -145,9 +145,10 @@ def _fingerprint(*parts: str) -> str:
 
 
 class ChunkEncoder:
-    """Base of the encoders of chunks. JSON around the content is encoded once for each choice, not for each token.
+    """Base class of the encoders of chunks.
 
-    A chunk is `head(index)`, the content, and `tail`.
+    A chunk is `head(index)`, the content, and `tail`. JSON around the content is encoded once for each choice, not for
+    each token.
 
     Args:
         envelope: Shared fields of the chunks.

@@ -320,16 +320,16 @@ def missing(name: str) -> InvalidRequestError:
     return InvalidRequestError(f"Missing required parameter: {name}.", param=name, code="missing_required_parameter")
 
 
-def check_known(value: Iterable[str], known: Collection[str], place: str) -> None:
-    """Raise InvalidRequestError if the object at a path has a field that is not known."""
-    for name in value:
+def check_known(names: Iterable[str], known: Collection[str], place: str) -> None:
+    """Raise InvalidRequestError if the object at the path `place` has a field that is not known."""
+    for name in names:
         if name not in known:
             shown = f"{place}.{name[:64]}"
             raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Raise InvalidRequestError if the value is not one of the choices; of these, None is not shown."""
+    """Raise InvalidRequestError, listing the choices except None, if the value is not one of them."""
     if value not in choices:
         raise invalid(name, f"must be one of {', '.join(str(choice) for choice in choices if choice is not None)}.")
 

@@ -31,7 +31,7 @@ MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 _LENGTHS = {"cache_salt": 256, "safety_identifier": 128, "prompt_cache_key": 64}
-"""Maximum length of each text, which must not be empty."""
+"""Maximum number of characters of each text field. Empty texts are refused."""
 _RANGES = {
     "best_of": (1, MAX_CHOICES),
     "logprobs": (0, MAX_LOGPROBS),
@@ -44,7 +44,7 @@ _RANGES = {
     "top_logprobs": (0, MAX_LOGPROBS),
     "truncate_prompt_tokens": (-1, MAX_INT32),
 }
-"""Range of each integer that is the same for every request that has the field."""
+"""Smallest and largest value of integer fields whose range does not depend on the kind of request."""
 TIER_PRIORITIES = {"auto": 0, "default": 0, "flex": 1000, "priority": -1000, "fast": -1000}
 """Scheduling priority of each service tier; lower runs first."""
 _TIERS_IN_RESPONSES = {"auto": "default", "fast": "priority"}
@@ -230,7 +230,11 @@ def _options(
 
 
 def check_request_fields(fields: RequestFields) -> None:
-    """Check lengths, ranges and the fields on truncation, except for limits that depend on the model."""
+    """Check lengths, ranges and the truncation fields, except for limits that depend on the model.
+
+    Raises:
+        InvalidRequestError: A field is invalid; the error names it.
+    """
     for name, (low, high) in _RANGES.items():
         number = getattr(fields, name, None)
         if number is not None and not isinstance(number, bool):  # `logprobs` of chat is a bool

@@ -14,7 +14,7 @@ import torch
 from shared.errors import ModelFileError
 from worker.model.loading.fields import read_json_object, readable, shown
 from worker.model.loading.model_files import StoredWeight
-from worker.model.loading.safetensors_reader import SafetensorsFile, Stored
+from worker.model.loading.safetensors_reader import SafetensorsFile, StoredTensor
 
 _MAX_INDEX = 1 << 26
 _MAX_FILES = 10_000
@@ -23,7 +23,7 @@ _MAX_FILES = 10_000
 class Checkpoint:
     """Tensors of a folder: one file, or shards with an index."""
 
-    def __init__(self, files: list[SafetensorsFile], tensors: dict[str, Stored]) -> None:
+    def __init__(self, files: list[SafetensorsFile], tensors: dict[str, StoredTensor]) -> None:
         self.files = files
         self.tensors = tensors
 
@@ -66,7 +66,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedModule(StoredWeight):
-    """A weight (out, in) that several tensors form; `leaves` are their names within the module."""
+    """Weight [out, in] that several tensors form; `leaves` are their names within the module."""
 
     leaves: frozenset[str]
 
@@ -74,7 +74,7 @@ class QuantizedModule(StoredWeight):
 class QuantizedCheckpoint(Protocol):
     """Quantization of the modules of a checkpoint, from `quantization_config` of its config.json."""
 
-    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+    def module(self, name: str, tensors: Mapping[str, StoredTensor]) -> QuantizedModule | None:
         """Return the module's weight; None if it is not quantized and its tensors are used unchanged.
 
         Args:
@@ -87,8 +87,12 @@ class QuantizedCheckpoint(Protocol):
 
 
 def need(
-    module: str, tensors: Mapping[str, Stored], leaf: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None
-) -> Stored:
+    module: str,
+    tensors: Mapping[str, StoredTensor],
+    leaf: str,
+    dtypes: tuple[str, ...],
+    shape: tuple[int, ...] | None = None,
+) -> StoredTensor:
     """Return a tensor of a module. Raises ModelFileError if it is missing or has another type or shape."""
     stored = tensors.get(leaf)
     if stored is None:
@@ -101,7 +105,7 @@ def need(
     return stored
 
 
-def factors_of(stored: Stored, rows: slice | None = None, *, positive: bool = False) -> torch.Tensor:
+def factors_of(stored: StoredTensor, rows: slice | None = None, *, positive: bool = False) -> torch.Tensor:
     """Return scales, or rows of them. Raises ModelFileError if one is not finite, or not positive where required."""
     values = stored.read(rows)
     good = values.isfinite()
@@ -115,8 +119,8 @@ def factors_of(stored: Stored, rows: slice | None = None, *, positive: bool = Fa
 
 
 def find_modules(
-    tensors: Mapping[str, Stored], quantization: QuantizedCheckpoint | None
-) -> tuple[dict[str, QuantizedModule], dict[str, Stored]]:
+    tensors: Mapping[str, StoredTensor], quantization: QuantizedCheckpoint | None
+) -> tuple[dict[str, QuantizedModule], dict[str, StoredTensor]]:
     """Separate the quantized weights of a checkpoint from its other tensors.
 
     Returns:
@@ -127,7 +131,7 @@ def find_modules(
     """
     if quantization is None:
         return {}, dict(tensors)
-    by_module: dict[str, dict[str, Stored]] = {}
+    by_module: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors.items():
         prefix, _, leaf = name.rpartition(".")
         by_module.setdefault(prefix, {})[leaf] = stored

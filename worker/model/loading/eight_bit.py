@@ -4,9 +4,9 @@
             blocks                       weight_scale_inv [ceil(out / a), ceil(in / b)] for weight_block_size [a, b];
                                          a factor, despite its name
             otherwise                    weight_scale, one number; input_scale, one number, with activation_scheme
-            static
+                                         static
         quant_method compressed-tensors  weight F8_E4M3 or I8 [out, in]; weight_scale of one number, [out, 1], or
-        blocks; input_scale if input activations are not dynamic
+                                         blocks; input_scale if input activations are not dynamic
 
 value = code * scale. Codes of int8 are symmetric: there are no zero points.
 """
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from shared.errors import ModelFileError
 from worker.model.loading.checkpoint import QuantizedModule, factors_of, need
 from worker.model.loading.fields import Fields, readable, shown
-from worker.model.loading.safetensors_reader import Stored
+from worker.model.loading.safetensors_reader import StoredTensor
 from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
 
 _SCALES = ("F32", "BF16", "F16")
@@ -43,27 +43,29 @@ class _EightBit:
     block: tuple[int, int] | None = None
     static = False
 
-    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+    def module(self, name: str, tensors: Mapping[str, StoredTensor]) -> QuantizedModule | None:
         """See QuantizedCheckpoint."""
         if "weight" not in tensors or tensors["weight"].dtype not in _EIGHT_BIT:
             return None
         weight = need(name, tensors, "weight", (self.dtype,))
         return self._module(name, tensors, weight)
 
-    def _module(self, name: str, tensors: Mapping[str, Stored], weight: Stored) -> QuantizedModule:
+    def _module(self, name: str, tensors: Mapping[str, StoredTensor], weight: StoredTensor) -> QuantizedModule:
         if len(weight.shape) != 2 or not all(weight.shape):
-            raise ModelFileError(f"{weight.file.name}: tensor {readable(name)}.weight has the shape {weight.shape}")
+            where = f"{weight.file.name}: tensor {readable(name)}.weight"
+            raise ModelFileError(f"{where} has the shape {weight.shape}; a matrix is needed")
         num_outputs, num_inputs = weight.shape
         leaf, block = self.leaf, self.block
         scale = need(name, tensors, leaf, _SCALES)
         extent = block or (0 if scale.shape in ((), (1,), (1, 1)) else 1, 0)
-        wanted = [-(-size // of) if of else 1 for size, of in zip(weight.shape, extent)]
+        wanted = [-(-size // span) if span else 1 for size, span in zip(weight.shape, extent)]
         if scale.shape not in ((), (1,), tuple(wanted), (num_outputs,)) or (block and scale.shape != tuple(wanted)):
             where = f"{scale.file.name}: tensor {readable(name)}.{leaf}"
             raise ModelFileError(f"{where} has the shape {scale.shape}; {tuple(wanted)} is needed")
         fixed = need(name, tensors, "input_scale", _SCALES) if self.static else None
         if fixed is not None and fixed.shape not in ((), (1,), (1, 1)):
-            raise ModelFileError(f"{fixed.file.name}: tensor {readable(name)}.input_scale has the shape {fixed.shape}")
+            where = f"{fixed.file.name}: tensor {readable(name)}.input_scale"
+            raise ModelFileError(f"{where} has the shape {fixed.shape}; one number is needed")
 
         def read(rows: slice | None, cols: slice | None) -> RawWeight:
             start, stop = bounds(rows, num_outputs)

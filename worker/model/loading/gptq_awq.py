@@ -19,7 +19,7 @@ import torch
 from shared.errors import ModelFileError
 from worker.model.loading.checkpoint import QuantizedModule, factors_of, need
 from worker.model.loading.fields import Fields, readable
-from worker.model.loading.safetensors_reader import Stored
+from worker.model.loading.safetensors_reader import StoredTensor
 from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
 
 _SCALES = ("F16", "BF16", "F32")
@@ -61,14 +61,11 @@ def _group_size(config: Fields) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """The tensors that form a weight of [num_inputs, num_outputs] values, and the number of inputs in a group.
+    """Tensors that form a weight of [num_inputs, num_outputs] values, and the number of inputs in a group."""
 
-    A word holds word_rows inputs or word_cols outputs of the codes, and word_zeros outputs of the zero points.
-    """
-
-    codes: Stored
-    zeros: Stored
-    scales: Stored
+    codes: StoredTensor
+    zeros: StoredTensor
+    scales: StoredTensor
     num_inputs: int
     num_outputs: int
     group: int
@@ -76,14 +73,26 @@ class _Packed:
     @staticmethod
     def find(
         name: str,
-        tensors: Mapping[str, Stored],
+        tensors: Mapping[str, StoredTensor],
         group: int,
         *,
         word_rows: int,
         word_cols: int,
         word_zeros: int,
     ) -> _Packed:
-        """Find the tensors of a module. Raises ModelFileError if one is missing or misshapen."""
+        """Find the tensors of a module.
+
+        Args:
+            name: Name of the module.
+            tensors: Tensors of the module, by their name within it.
+            group: Number of inputs in a group; 0 for all.
+            word_rows: Number of inputs whose codes share a word.
+            word_cols: Number of outputs whose codes share a word.
+            word_zeros: Number of outputs whose zero points share a word.
+
+        Raises:
+            ModelFileError: A tensor is missing or has an unexpected shape.
+        """
         codes = need(name, tensors, "qweight", ("I32",))
         if len(codes.shape) != 2 or codes.shape[1] * word_cols % word_zeros or not all(codes.shape):
             raise ModelFileError(
@@ -109,7 +118,7 @@ class GPTQ:
         self._group = _group_size(config)
         self._zero_offset = 1 if config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
-    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+    def module(self, name: str, tensors: Mapping[str, StoredTensor]) -> QuantizedModule | None:
         """See QuantizedCheckpoint."""
         if "qweight" not in tensors:
             return None
@@ -155,7 +164,7 @@ class AWQ:
             raise config.error("zero_point", "is false; only checkpoints with zero points are supported")
         self._group = _group_size(config)
 
-    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+    def module(self, name: str, tensors: Mapping[str, StoredTensor]) -> QuantizedModule | None:
         """See QuantizedCheckpoint."""
         if "qweight" not in tensors:
             return None

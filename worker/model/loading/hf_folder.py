@@ -14,7 +14,7 @@ from worker.model.loading.fields import Fields, parse_object, read_bounded, read
 from worker.model.loading.hf_config import quantization_of, spec_from_config, token_ids
 from worker.model.loading.hf_text import read_text_side
 from worker.model.loading.model_files import FileWeights, ModelFiles, StoredWeight, WeightSource, model_hash
-from worker.model.loading.safetensors_reader import Stored
+from worker.model.loading.safetensors_reader import StoredTensor
 from worker.model.spec import DecoderSpec
 from worker.quant.raw_weight import slice_columns
 
@@ -70,7 +70,7 @@ def _weights(
 ) -> WeightSource:
     """Return the needed tensors by canonical name. Raises ModelFileError if the files do not contain exactly those."""
     modules, tensors = find_modules(checkpoint.tensors, quantization)
-    found: dict[str, Stored | StoredWeight] = {**tensors, **modules}
+    found: dict[str, StoredTensor | StoredWeight] = {**tensors, **modules}
     shapes = {name: tensor.shape for name, tensor in found.items()}
 
     def ignored(name: str) -> bool:
@@ -87,7 +87,7 @@ def _weights(
     return FileWeights(weights, checkpoint.close)
 
 
-def _weight(found: Stored | StoredWeight) -> StoredWeight:
+def _weight(found: StoredTensor | StoredWeight) -> StoredWeight:
     """Return a reader of a weight. Raises ModelFileError for an unusable type, before any tensor is read."""
     if isinstance(found, StoredWeight) or not found.format:
         return found

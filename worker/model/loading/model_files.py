@@ -55,11 +55,11 @@ class WeightSource(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight:
-    """A weight in a file.
+    """Weight in a file.
 
     Attributes:
         shape: Its shape.
-        read: Function from rows and cols to the slice; see WeightSource.get.
+        read: Function that reads the given rows and columns; see WeightSource.get.
     """
 
     shape: tuple[int, ...]

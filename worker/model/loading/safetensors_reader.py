@@ -34,8 +34,8 @@ _FORMATS: dict[str, WeightFormat] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of an open file; `offset` counts from the start of the file."""
+class StoredTensor:
+    """Tensor of an open file; `offset` counts bytes from the start of the file."""
 
     file: SafetensorsFile
     name: str
@@ -46,13 +46,13 @@ class Stored:
 
     @property
     def format(self) -> WeightFormat:
-        """Format of a tensor of values. Raises ModelFileError for other types."""
+        """Format of an unquantized weight. Raises ModelFileError for any other type."""
         if self.dtype not in _FORMATS:
             raise self._error(f"has the type {self.dtype}; supported are {', '.join(_FORMATS)}")
         return _FORMATS[self.dtype]
 
     def read_rows(self, rows: slice | None = None) -> RawWeight:
-        """Read rows of a tensor of values; only their bytes are read."""
+        """Read rows of an unquantized weight; only their bytes are read."""
         weight_format, values = self.format, self.read(rows)
         return RawWeight(weight_format, tuple(values.shape), values)
 
@@ -102,8 +102,8 @@ class SafetensorsFile:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def _parse(self) -> tuple[int, dict[str, Stored]]:
-        tensors: dict[str, Stored] = {}
+    def _parse(self) -> tuple[int, dict[str, StoredTensor]]:
+        tensors: dict[str, StoredTensor] = {}
         with safe_open(self.path, framework="pt") as library:
             length = int.from_bytes(pread_exactly(self.descriptor, 0, 8, self.name).tobytes(), "little")
             end = data_start = 8 + length
@@ -111,7 +111,7 @@ class SafetensorsFile:
                 entry = library.get_slice(name)
                 dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
                 num_bytes = math.prod(shape) * _DTYPE_BITS[dtype] // 8
-                tensors[name] = Stored(self, name, dtype, shape, end, num_bytes)
+                tensors[name] = StoredTensor(self, name, dtype, shape, end, num_bytes)
                 end += num_bytes
         if end != self._size:
             raise ModelFileError(f"{self.name}: its tensors end at byte {end}, but the file has {self._size} bytes")

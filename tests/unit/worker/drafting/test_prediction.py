@@ -8,6 +8,8 @@ import pytest
 
 from worker.drafting.prediction import PredictionCursor
 
+TEXT = random.Random(3).choices(range(300), k=400)
+
 
 def _num_predicted(prediction: list[int], output: list[int]) -> int:
     """Return the number of output tokens that the cursor would have proposed just before they arrived."""
@@ -19,46 +21,28 @@ def _num_predicted(prediction: list[int], output: list[int]) -> int:
     return num
 
 
-@pytest.fixture
-def text() -> list[int]:
-    rng = random.Random(3)
-    return [rng.randrange(300) for _ in range(400)]
-
-
-def test_start_of_prediction_is_proposed_first(text):
-    cursor = PredictionCursor(text)
-    assert cursor.propose(4) == (text[:4], 0)
-    cursor.append(text[0])
-    assert cursor.propose(4) == (text[1:5], 1)
-
-
-def test_exact_prediction_is_proposed_completely_and_ends(text):
-    cursor = PredictionCursor(text)
-    for place, token in enumerate(text):
-        assert cursor.propose(3) == (text[place : place + 3], place)
+def test_exact_prediction_is_proposed_completely_and_ends():
+    cursor = PredictionCursor(TEXT)
+    for place, token in enumerate(TEXT):
+        assert cursor.propose(3) == (TEXT[place : place + 3], place)
         cursor.append(token)
     assert cursor.propose(3)[0] == []
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda text: [*text[:200], 901, 902, 903, 904, 905, *text[200:]], id="insertion"),
-        pytest.param(lambda text: text[:200] + text[260:], id="deletion"),
-        pytest.param(lambda text: [*text[:200], 901, 902, 903, *text[220:]], id="replacement"),
-        pytest.param(lambda text: [901, 902, *text], id="at the beginning"),
-    ],
+    ("output", "num_lost"),
+    {
+        "insertion": ([*TEXT[:200], 901, 902, 903, 904, 905, *TEXT[200:]], 5 + 3),
+        "deletion": (TEXT[:200] + TEXT[260:], 3),
+        "replacement": ([*TEXT[:200], 901, 902, 903, *TEXT[220:]], 3 + 3),
+        "insertion at the beginning": ([901, 902, *TEXT], 2 + 3),
+        "one replaced token": ([*TEXT[:100], 901, *TEXT[101:]], 1),
+        "backward jump": (TEXT[:300] + TEXT[50:120], 4),
+    }.values(),
 )
-def test_two_tokens_realign_after_a_difference(text, change):
-    output = change(text)
-    num_new = sum(token > 900 for token in output)
-    # The new tokens, and those that are needed to find the position again.
-    assert _num_predicted(text, output) >= len(output) - num_new - 3
-
-
-def test_replaced_token_costs_only_itself(text):
-    output = [*text[:100], 901, *text[101:]]
-    assert _num_predicted(text, output) == len(output) - 1
+def test_few_tokens_realign_after_a_difference(output, num_lost):
+    """Lose the new tokens, and those that are needed to find the position again."""
+    assert _num_predicted(TEXT, output) >= len(output) - num_lost
 
 
 def test_repeated_lines_are_followed_in_order():
@@ -71,22 +55,17 @@ def test_repeated_lines_are_followed_in_order():
     assert _num_predicted(prediction, output) >= len(output) - 3 * 5
 
 
-def test_backward_jump_needs_more_evidence(text):
-    output = text[:300] + text[50:120]
-    assert _num_predicted(text, output) >= len(output) - 4
-
-
-def test_unrelated_output_gets_no_proposals(text):
+def test_unrelated_output_gets_no_proposals():
     output = list(range(1000, 1200))
-    assert _num_predicted(text, output) == 0
-    cursor = PredictionCursor(text)
+    assert _num_predicted(TEXT, output) == 0
+    cursor = PredictionCursor(TEXT)
     for token in output:
         cursor.append(token)
     assert cursor.propose(4) == ([], 0)
     # The output then returns to it.
-    for token in text[40:44]:
+    for token in TEXT[40:44]:
         cursor.append(token)
-    assert cursor.propose(2) == (text[44:46], 4)
+    assert cursor.propose(2) == (TEXT[44:46], 4)
 
 
 def test_single_token_prediction():

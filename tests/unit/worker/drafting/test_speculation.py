@@ -38,6 +38,7 @@ def test_proposal_source_order_is_prediction_lookup_draft_model():
     speculation.append(5, 6, 7)
     assert speculation.propose(4).source is Source.PREDICTION
     assert Text(prompt).propose(2).token_ids == [3, 4]
+    assert Text(prompt).propose(0) is None
     drafting = Text([1, 2, 3])
     drafting.set_drafted([7, 8, 9])
     proposal = drafting.propose(2)
@@ -79,12 +80,6 @@ def test_learning_is_independent_of_tokens_per_update():
         assert often.is_often_wrong == seldom.is_often_wrong
     assert often.credit < 0.0
     assert often.is_promising == seldom.is_promising
-
-
-def test_no_proposal_without_room():
-    speculation = Text([1, 2, 1, 2])
-    assert speculation.propose(0) is None
-    assert len(speculation.propose(3).token_ids) == 3
 
 
 def test_tokens_before_the_first_proposal_count():
@@ -144,12 +139,3 @@ def test_new_requests_start_from_acceptance_of_others():
     assert Acceptance(acceptance).chance(Source.LOOKUP) < 0.3 * before
     # Nothing was learned about other sources.
     assert Acceptance(acceptance).chance(Source.DRAFT_MODEL) == Acceptance(Acceptance()).chance(Source.DRAFT_MODEL)
-
-
-def test_acceptance_is_learned_per_request():
-    acceptance = Acceptance()
-    good, bad = Acceptance(acceptance), Acceptance(acceptance)
-    for _ in range(20):
-        good.observe(Source.DRAFT_MODEL, True)
-        bad.observe(Source.DRAFT_MODEL, False)
-    assert good.chance(Source.DRAFT_MODEL) > 2 * bad.chance(Source.DRAFT_MODEL)

@@ -23,16 +23,6 @@ def test_prefix_hit_includes_leading_drafted_pages(num_drafted, found):
     assert computed(kv, TOKENS).num_drafted == found
 
 
-def test_reallocated_page_has_no_draft_mark():
-    kv = make_manager(num_pages=6)
-    kv.free(computed(kv, TOKENS, num_drafted=22))
-    assert kv.num_cached == 5
-    other = computed(kv, list(range(500, 512)), num_drafted=0)  # takes the blank page and the last two cached ones
-    assert other.num_drafted == 0 and kv.find_drafted(other) == 0
-    kv.check_integrity()
-    assert computed(kv, TOKENS[:12]).num_drafted == 8
-
-
 def test_blank_pages_lose_draft_marks():
     kv = make_manager(enable_prefix_caching=False)
     kv.free(computed(kv, TOKENS, num_drafted=22))

@@ -17,8 +17,7 @@ from worker.parallel import ParallelContext
 from worker.plan import PageCopy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)], ids=str)
 def test_storage_size_equals_plan(size: int, dtype: torch.dtype) -> None:
     _, spec, _ = make_pair()
     parallel = ParallelContext(tp_size=size)

@@ -23,18 +23,10 @@ def end(generated: list[int], *, emitted: int = 0, max_model_len: int = 64, **sa
     The first `emitted` of the generated tokens came with the Submit.
     """
     prompt = [5, 6, 7]
-    submit = make_submit(
-        "a", prompt + generated[:emitted], num_prompt_tokens=3, sampling={"max_tokens": 10, **sampling}
-    )
-    request = Request(
-        submit,
-        0,
-        owner=b"",
-        arrival=0,
-        eos_token_ids=frozenset({EOS}),
-        max_model_len=max_model_len,
-        pages=SequencePages(b"", 1),
-    )
+    sampling = {"max_tokens": 10, **sampling}
+    submit = make_submit("a", prompt + generated[:emitted], num_prompt_tokens=3, sampling=sampling)
+    ends, pages = frozenset({EOS}), SequencePages(b"", 1)
+    request = Request(submit, 0, owner=b"", arrival=0, eos_token_ids=ends, max_model_len=max_model_len, pages=pages)
     request.token_ids += generated[emitted:]
     return finish_after(request)
 
@@ -46,16 +38,7 @@ def end(generated: list[int], *, emitted: int = 0, max_model_len: int = 64, **sa
         "end of text": ([9, EOS], {}, stopped(EOS)),
         "end of text ignored": ([9, EOS], {"ignore_eos": True}, None),
         "own stop token": ([9, 8], {"stop_token_ids": (8,)}, stopped(8)),
-        "own stop token counts although the end of text is ignored": (
-            [9, 8],
-            {"stop_token_ids": (8,), "ignore_eos": True},
-            stopped(8),
-        ),
-        "end-of-text id given as a stop token": (
-            [EOS],
-            {"stop_token_ids": (EOS,), "ignore_eos": True},
-            stopped(EOS),
-        ),
+        "end-of-text id is a stop token": ([EOS], {"stop_token_ids": (EOS,), "ignore_eos": True}, stopped(EOS)),
         "only the last token counts": ([8, 9], {"stop_token_ids": (8,)}, None),
         "within min_tokens": ([9, 9, EOS], {"min_tokens": 3}, None),
         "after min_tokens": ([9, 9, 9, EOS], {"min_tokens": 3}, stopped(EOS)),

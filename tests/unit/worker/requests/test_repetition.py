@@ -21,7 +21,7 @@ def repeats(tokens: list[int], rule: RepetitionDetection) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_detector_equals_exhaustive_search(seed):
     rng = random.Random(seed)
     longest = rng.randrange(1, 9)
@@ -57,8 +57,7 @@ def test_cost_per_token_is_independent_of_pattern_length():
     assert (time.perf_counter() - begin) / 20_000 < 0.0005
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("min_tokens", [0, 30])
+@pytest.mark.parametrize(("depth", "min_tokens"), [(1, 0), (2, 30)])
 def test_repetition_ends_choice(min_tokens, depth):
     rule = RepetitionDetection(max_pattern_size=1, min_count=2)
     sampling = {"max_tokens": 90, "min_tokens": min_tokens, "ignore_eos": True}
@@ -68,12 +67,8 @@ def test_repetition_ends_choice(min_tokens, depth):
     texts = [generate(submit.token_ids, submit.sampling, 0, 200) for submit in plain]
     ended = 0
     for submit, text in zip(plain, texts):
-        watched = make_submit(
-            submit.request_id,
-            submit.token_ids,
-            sampling=sampling | {"seed": submit.sampling.seed, "repetition_detection": rule},
-        )
-        harness.run(watched)
+        watched = sampling | {"seed": submit.sampling.seed, "repetition_detection": rule}
+        harness.run(make_submit(submit.request_id, submit.token_ids, sampling=watched))
         lengths = [n for n in range(min_tokens + 1, len(text) + 1) if repeats(text[:n], rule)]
         length = lengths[0] if lengths else 90
         assert harness.tokens[submit.request_id, 0] == text[:length]

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
 
 from shared.errors import InvalidRequestError
 from shared.messages import Finish, FinishReason
@@ -14,7 +13,6 @@ from shared.sampling_params import ThinkingBudget
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import EOS_TOKEN_ID, VOCAB_SIZE, generate
 from tests.fakes.fake_grammars import FakeGrammars, allows
-from tests.unit.worker.scheduler.test_random_faults import CONFIGURATIONS, FaultWalk
 from worker.plan import NOTHING_LEFT
 from worker.requests.constraint import Constraints
 from worker.requests.request import Status
@@ -47,67 +45,6 @@ class Bench:
         return Counter(request.status for live in self.scheduler._live.values() for request in live.values())
 
 
-class GrammarWalk(FaultWalk):
-    """FaultWalk with grammars that take time to compile and are sometimes invalid."""
-
-    def __init__(self, seed: int, **options) -> None:
-        self.grammars = FakeGrammars(VOCAB_SIZE, lambda source, num_polls: num_polls > len(source) % 4 * 5)
-        super().__init__(seed, constraints=make_constraints(self.grammars), **options)
-
-    def _submit(self, request_id):
-        submit = super()._submit(request_id)
-        if len(submit.token_ids) > submit.num_prompt_tokens or self.rng.random() < 0.3:
-            return submit
-        sources = ("mod 5 for 4", "mod 3 for 9", "mod 7 for 12", "mod 2 for 1", "bad")
-        return make_submit(
-            request_id,
-            submit.token_ids,
-            sampling=submit.sampling,
-            choice=submit.choice,
-            num_choices=submit.num_choices,
-            priority=submit.priority,
-            deadline=submit.deadline,
-            grammar=self.rng.choice(sources),
-        )
-
-    def _check(self, submit, choice):
-        key = (submit.request_id, choice)
-        finish = self.harness.finishes.get(key)
-        if submit.grammar != "bad":
-            super()._check(submit, choice)
-        elif finish is not None and finish.reason is FinishReason.ERROR and finish.code == "invalid_grammar":
-            assert not self.harness.tokens[key]
-        else:
-            assert finish is None or finish.code in ("worker_lost", "deadline_exceeded") or key in self.aborted
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(8))
-def test_every_choice_with_a_grammar_ends_once_under_faults(seed, depth):
-    walk = GrammarWalk(seed, depth=depth, num_pages=20, max_num_seqs=5)
-    walk.run(40)
-    assert walk.grammars.num_pending == 0
-
-
-@given(**CONFIGURATIONS)
-def test_random_engine_configurations_survive_faults(seed, **options):
-    GrammarWalk(seed, **options).run(12)
-
-
-def test_fault_walks_reach_every_fault():
-    ends: Counter[str] = Counter()
-    for seed in range(16):
-        walk = GrammarWalk(seed, depth=1 + seed % 2, num_pages=20, max_num_seqs=5)
-        walk.run(40)
-        for (name, _), finish in walk.harness.finishes.items():
-            if walk.submits[name][0].grammar:
-                ends[finish.code or finish.reason.name] += 1
-        ends["preempted"] += walk.harness.scheduler.counters.num_preemptions_total
-    expected = {"LENGTH", "STOP", "ABORT", "worker_lost", "deadline_exceeded", "invalid_logits", "invalid_grammar"}
-    assert {kind for kind, count in ends.items() if count >= 2} >= expected | {"preempted"}
-
-
-@pytest.mark.parametrize("depth", [1, 2])
 def test_text_ends_with_its_grammar_without_further_tokens(depth):
     bench = Bench(depth=depth)
     bench.add("a", num_choices=3)
@@ -119,7 +56,6 @@ def test_text_ends_with_its_grammar_without_further_tokens(depth):
     assert sum(item.sample for plan in bench.harness.executor.plans for item in plan.scheduled) == 27
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 def test_only_rows_with_grammars_wait_for_sampled_values(depth):
     bench = Bench(depth=depth)
     bench.add("free", grammar="", prompt=[21, 22, 23])
@@ -211,7 +147,6 @@ def test_invalid_grammar_fails_only_its_own_choices():
     assert bench.finish("good").reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_request_continues_its_grammar(depth):
     bench = Bench(depth=depth, num_pages=9, max_num_seqs=3, max_model_len=32)
     for name in ("a", "b", "c"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 
 from shared.errors import ContextLengthError, InvalidRequestError
@@ -17,7 +14,6 @@ from worker.scheduler.speculator import SpeculationConfig
 
 PROMPT = [10 + index % 40 for index in range(50)]
 TEXT = {"ignore_eos": True, "max_tokens": 12}
-SALTS = (b"", b"", b"tenant")
 
 
 @pytest.fixture(params=["last", "mean"])
@@ -95,24 +91,20 @@ def test_preempted_embedding_restarts_from_the_first_token(pooling, caching, dep
     assert harness.scheduler.counters.prompt_tokens_total == 44 + 28
 
 
-def test_embedding_may_fill_the_context(pooling, depth):
-    harness = Harness(depth=depth, max_model_len=48, num_pages=12, page_size=4)
-    whole = make_submit("a", PROMPT[:48], pooling=pooling)
+@pytest.mark.parametrize(
+    ("num_pages", "largest", "error"),
+    [(12, 48, r"49 tokens.*48"), (4, 16, r"17 tokens.*holds 16")],
+    ids=["context", "cache"],
+)
+def test_embedding_may_fill_context_or_cache(num_pages, largest, error, pooling, depth):
+    harness = Harness(depth=depth, max_model_len=48, num_pages=num_pages, page_size=4)
+    whole = make_submit("a", PROMPT[:largest], pooling=pooling)
     harness.run(whole)
     expect_embedding(harness, whole)
-    with pytest.raises(ContextLengthError, match=r"49 tokens.*48"):
-        harness.add(make_submit("b", PROMPT[:49], pooling=pooling))
+    with pytest.raises(ContextLengthError, match=error):
+        harness.add(make_submit("b", PROMPT[: largest + 1], pooling=pooling))
     with pytest.raises(ContextLengthError):
         harness.add(make_submit("c", PROMPT[:48]))
-
-
-def test_embedding_larger_than_cache_is_refused(pooling):
-    harness = Harness(max_model_len=96, num_pages=4, page_size=4)
-    with pytest.raises(ContextLengthError, match=r"17 tokens.*holds 16"):
-        harness.add(make_submit("a", PROMPT[:17], pooling=pooling))
-    fits = make_submit("b", PROMPT[:16], pooling=pooling)
-    harness.run(fits)
-    expect_embedding(harness, fits)
 
 
 @pytest.mark.parametrize("place", [0, 20, 39])
@@ -132,17 +124,6 @@ def test_non_finite_embedding_fails_alone_and_caches_no_pages(place, pooling, de
     harness.expect_solo(text)
     harness.run(make_submit("again", bad, pooling="last"))
     assert harness.outputs["again", 0][0].num_cached_tokens == 0
-
-
-def test_faulty_step_does_not_affect_later_embeddings(depth):
-    spoil = [True]
-    harness = Harness(depth=depth, corrupt=lambda plan: {item.row for item in plan.scheduled} if spoil[0] else set())
-    harness.run(make_submit("bad", PROMPT, pooling="last"))
-    assert harness.finishes["bad", 0].code == "invalid_logits"
-    spoil[0] = False
-    again = make_submit("again", PROMPT, pooling="last")
-    harness.run(again)
-    expect_embedding(harness, again)
 
 
 def test_abort_between_chunks_frees_everything(pooling, depth):
@@ -195,40 +176,3 @@ def test_embedding_without_tokens_is_refused():
     embedding = Embedding("mean")
     with pytest.raises(RuntimeError, match="nothing"):
         embedding.vector()
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(6))
-def test_random_texts_and_embeddings_with_few_pages_equal_solo_results(seed, depth):
-    """Check that texts and embeddings with shared prefixes, aborts and preemption give their solo results."""
-    rng = random.Random(seed)
-    harness = Harness(
-        depth=depth, num_pages=24, max_num_seqs=6, num_groups=1 + seed % 2, enable_prefix_caching=seed % 3 > 0
-    )
-    submits = {}
-    aborted = set()
-    for number in range(40):
-        prompt = PROMPT[: rng.choice((0, 8, 30))] + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 14))]
-        sampling = {"max_tokens": rng.randrange(1, 40), "ignore_eos": rng.random() < 0.7}
-        fields: dict[str, Any] = {"salt": rng.choice(SALTS), "priority": rng.choice((0, 0, -1, 2))}
-        if rng.random() < 0.6:
-            fields["pooling"] = rng.choice(("last", "mean"))
-        submit = make_submit(f"r{number}", prompt, sampling=sampling, **fields)
-        submits[submit.request_id] = submit
-        harness.add(submit)
-        for _ in range(rng.choice((0, 0, 1, 3))):
-            harness.step(milliseconds=rng.choice((1.0, 40.0)))
-        if rng.random() < 0.1:
-            victim = f"r{rng.randrange(number + 1)}"
-            aborted.add(victim)
-            harness.abort(victim)
-    harness.drain()
-    for name, submit in submits.items():
-        if harness.finishes[name, 0].reason is FinishReason.ABORT:
-            assert name in aborted and not any(output.embedding for output in harness.outputs[name, 0])
-        elif submit.pooling is not None:
-            expect_embedding(harness, submit)
-        else:
-            harness.expect_solo(submit)
-            assert not any(output.embedding for output in harness.outputs[name, 0])
-    assert harness.scheduler.counters.num_preemptions_total > 0

@@ -22,12 +22,6 @@ def test_long_prompts_are_computed_in_chunks(depth):
     assert chunks == [16, 16, 16, 2] + [1] * 7
 
 
-def test_length_end_takes_no_extra_step(depth):
-    harness = Harness(depth=depth)
-    harness.run(make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 5}))
-    assert sum(item.sample for plan in harness.executor.plans for item in plan.scheduled) == 5
-
-
 def test_stop_token_end_computes_at_most_one_extra_token(depth):
     harness = Harness(depth=depth)
     text = generate(PROMPT, make_submit("x", PROMPT, sampling=FREE_RUN).sampling, 0, 96)
@@ -38,12 +32,13 @@ def test_stop_token_end_computes_at_most_one_extra_token(depth):
     assert harness.scheduler.counters.discarded_tokens_total == depth - 1
 
 
-def test_context_length_ends_text():
-    harness = Harness(max_model_len=16)
-    submit = make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 50})
-    harness.run(submit)
-    assert len(harness.tokens["a", 0]) == 6
+@pytest.mark.parametrize(("max_model_len", "max_tokens", "length"), [(96, 5, 5), (16, 50, 6)], ids=["limit", "context"])
+def test_length_end_takes_no_extra_step(depth, max_model_len, max_tokens, length):
+    harness = Harness(depth=depth, max_model_len=max_model_len)
+    harness.run(make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": max_tokens}))
+    assert len(harness.tokens["a", 0]) == length
     assert harness.finishes["a", 0].reason is FinishReason.LENGTH
+    assert sum(item.sample for plan in harness.executor.plans for item in plan.scheduled) == length
 
 
 def test_complete_resumed_request_ends_immediately():
@@ -91,25 +86,22 @@ def test_cached_prefix_is_not_recomputed():
         harness.expect_solo(submit)
 
 
-def test_choices_share_the_prompt_and_copy_its_last_page(depth):
+@pytest.mark.parametrize(
+    ("num_prompt", "num_choices", "recomputed"), [(10, 4, 3), (8, 3, 2)], ids=["partial", "aligned"]
+)
+def test_choices_share_the_prompt_and_copy_its_last_page(depth, num_prompt, num_choices, recomputed):
     harness = Harness(depth=depth, max_num_seqs=4)
-    submit = make_submit("a", PROMPT, num_choices=4, sampling=FREE_RUN)
+    submit = make_submit("a", PROMPT[:num_prompt], num_choices=num_choices, sampling=FREE_RUN)
     harness.run_solo(submit)
     plans = harness.executor.plans
-    prefilled = sum(item.count for plan in plans for item in plan.scheduled if item.start < len(PROMPT))
-    assert prefilled == len(PROMPT) + 3
-    assert sum(len(plan.page_copies) for plan in plans) == 3
+    prefilled = sum(item.count for plan in plans for item in plan.scheduled if item.start < num_prompt)
+    assert prefilled == num_prompt + recomputed
+    assert sum(len(plan.page_copies) for plan in plans) == num_choices - 1
+    assert harness.scheduler.counters.prompt_tokens_total == num_prompt
 
 
-def test_choices_of_page_aligned_prompt_copy_the_page_they_write():
-    harness = Harness(max_num_seqs=4)
-    submit = make_submit("a", PROMPT[:8], num_choices=3, sampling=FREE_RUN)
-    harness.run_solo(submit)
-    assert sum(len(plan.page_copies) for plan in harness.executor.plans) == 2
-
-
-def test_choices_survive_abort_of_the_first_choice():
-    harness = Harness(max_num_batched_tokens=16)
+def test_choices_survive_abort_of_the_first_choice(depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
     submit = make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN)
     harness.add(submit)
     harness.step()
@@ -118,6 +110,7 @@ def test_choices_survive_abort_of_the_first_choice():
     harness.drain()
     rest = make_submit("a", submit.token_ids, choice=1, num_choices=2, sampling=submit.sampling)
     harness.expect_solo(rest)
+    assert harness.scheduler.counters.prompt_tokens_total == 40
 
 
 def test_page_shortage_preempts_the_later_request(depth):
@@ -201,46 +194,19 @@ def test_waiting_choice_with_ended_sibling_does_not_expire():
     harness.expect_solo(submit)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 9])
-def test_shared_prompt_of_choices_is_counted_once(depth, max_tokens):
-    harness = Harness(depth=depth)
-    harness.run(make_submit("a", PROMPT, num_choices=4, sampling={"ignore_eos": True, "max_tokens": max_tokens}))
-    assert harness.scheduler.counters.prompt_tokens_total == len(PROMPT)
-
-
-def test_shared_prompt_is_counted_once_after_abort_of_its_reader(depth):
-    harness = Harness(depth=depth, max_num_batched_tokens=16)
-    harness.add(make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN))
-    harness.step()
-    harness.abort("a", 0)
-    harness.drain()
-    assert harness.scheduler.counters.prompt_tokens_total == 40
-
-
-def test_no_preemption_when_request_would_still_not_fit(depth):
+@pytest.mark.parametrize("priority", [-5, 0], ids=["higher", "equal"])
+def test_no_preemption_when_request_would_still_not_fit(depth, priority):
     harness = Harness(depth=depth, num_pages=20)
-    high = make_submit("high", [5] * 40, priority=-5, sampling={"ignore_eos": True, "max_tokens": 20})
+    first = make_submit("first", [5] * 40, priority=priority, sampling={"ignore_eos": True, "max_tokens": 20})
     low = make_submit("low", [6] * 8, priority=5, sampling={"ignore_eos": True, "max_tokens": 8})
     middle = make_submit("middle", [7] * 60, sampling={"ignore_eos": True, "max_tokens": 4})
-    for submit in (high, low):
+    for submit in (first, low):
         harness.add(submit)
         harness.step()
     harness.run(middle)
     assert harness.scheduler.counters.num_preemptions_total == 0
-    for submit in (high, low, middle):
+    for submit in (first, low, middle):
         harness.expect_solo(submit)
-
-
-def test_equal_priority_is_not_preempted_when_lower_ones_free_too_little(depth):
-    harness = Harness(depth=depth, num_pages=20)
-    equal = make_submit("equal", [5] * 40, sampling={"ignore_eos": True, "max_tokens": 20})
-    low = make_submit("low", [6] * 8, priority=5, sampling={"ignore_eos": True, "max_tokens": 8})
-    for submit in (equal, low):
-        harness.add(submit)
-        harness.step()
-    harness.run(make_submit("first", [7] * 60, sampling={"ignore_eos": True, "max_tokens": 4}))
-    assert harness.scheduler.counters.num_preemptions_total == 0
-    harness.expect_solo(equal)
 
 
 def test_choices_share_a_prompt_computed_over_several_steps(depth):

@@ -7,16 +7,13 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shared.messages import FinishReason
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import VOCAB_SIZE, generate
 from tests.fakes.fake_grammars import FakeGrammars
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
-from tests.unit.worker.scheduler.test_constraints import NINE, GrammarWalk, make_constraints
-from tests.unit.worker.scheduler.test_random_walks import CONFIGURATIONS, run_walk
+from tests.unit.worker.scheduler.test_constraints import NINE, make_constraints
 from worker.drafting.proposal import Proposal, Source
 from worker.plan import SampledToken, StepPlan
 from worker.scheduler.plan_builder import PlannedStep
@@ -33,37 +30,6 @@ class GuessingHarness(Harness):
     @property
     def num_verified(self) -> int:
         return self.scheduler.counters.spec_decode_num_draft_tokens_total
-
-
-def walk(monkeypatch, seed, *, skill=0.7, draft_model=False, **options):
-    """Run a random walk of test_random_walks with drafts."""
-    monkeypatch.setattr(
-        "tests.unit.worker.scheduler.test_random_walks.Harness",
-        lambda **kwargs: GuessingHarness(seed, skill=skill, draft_model=draft_model, **kwargs),
-    )
-    return run_walk(seed, **options)
-
-
-@pytest.mark.parametrize("draft_model", [False, True], ids=["guesses", "draft model"])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_pages", [200, 24], ids=["enough pages", "few pages"])
-@pytest.mark.parametrize("seed", range(4))
-def test_texts_with_drafts_equal_solo_texts(seed, num_pages, depth, draft_model, monkeypatch):
-    harness = walk(
-        monkeypatch, seed, depth=depth, num_pages=num_pages, num_groups=1 + seed % 2, draft_model=draft_model
-    )
-    counters = harness.scheduler.counters
-    assert 0 < counters.spec_decode_num_accepted_tokens_total < counters.spec_decode_num_draft_tokens_total
-    assert sum(counters.accepted_per_position) == counters.spec_decode_num_accepted_tokens_total
-    drafting = [row for plan in harness.plans for row in plan.drafting]
-    assert bool(drafting) == draft_model
-
-
-@given(skill=st.sampled_from((0.0, 0.7, 1.0)), draft_model=st.booleans(), **CONFIGURATIONS)
-def test_random_engine_configurations_give_the_same_texts(seed, page_size, num_pages, **options):
-    pages = max(num_pages, 96) if page_size == 1 else num_pages
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        walk(monkeypatch, seed, num_requests=10, page_size=page_size, num_pages=pages, **options)
 
 
 def test_rejection_sampling_draws_nothing_with_a_grammar():
@@ -137,23 +103,6 @@ def test_always_rejected_drafts_stop_costing_grammar_masks(monkeypatch):
     wrong = counters.spec_decode_num_draft_tokens_total - counters.spec_decode_num_accepted_tokens_total
     assert 250 < wrong <= 128 + 0.5 * 500 + MAX_DRAFTS
     assert counters.spec_decode_num_accepted_tokens_total > 0
-
-
-class GuessingGrammarWalk(GrammarWalk):
-    """Fault walk with grammars, aborts, lost gateways, failing steps and drafts in flight."""
-
-    def __init__(self, seed: int, **options) -> None:
-        super().__init__(seed, speculation=speculation(64), **options)
-        Guesses(self.harness, seed, draft_model=seed % 2 == 1)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(8))
-def test_every_choice_ends_once_with_drafts_under_faults(seed, depth):
-    run = GuessingGrammarWalk(seed, depth=depth, num_pages=20, max_num_seqs=5)
-    run.run(40)
-    assert run.grammars.num_pending == 0
-    assert run.harness.scheduler.counters.spec_decode_num_accepted_tokens_total > 0
 
 
 def finished(harness: Harness, name: str = "r", **fields):
@@ -262,7 +211,6 @@ class UnusableDrafts:
         return found
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_unusable_drafts_do_not_fail_their_request(seed, depth):
     harness = GuessingHarness(seed, depth=depth, max_num_seqs=3, num_pages=40)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from time import thread_time
-from typing import Any, Protocol
-
-import pytest
+from typing import Any
 
 from gateway.text.formats import TOOL_FORMATS
 from gateway.text.message_parser import ToolCallDelta, ToolParser
@@ -68,28 +65,3 @@ def calls_of(deltas: Sequence[ToolCallDelta]) -> list[tuple[str, str]]:
 def read_with(form: ToolFormat, *pieces: str) -> Found:
     """Read the pieces with a new parser."""
     return read(form.new_parser(TOOLS), pieces)
-
-
-class _Reader(Protocol):
-    def push(self, text: str) -> object: ...
-
-    def finish(self) -> object: ...
-
-
-def check_linear(new_reader: Callable[[], _Reader], text: str, what: str) -> None:
-    """Check that the second half of a text takes about as long as the first; quadratic time would triple it."""
-    pieces = [text[start : start + 16] for start in range(0, len(text), 16)]
-    middle = len(pieces) // 2
-    for _ in range(5):
-        reader = new_reader()
-        began = thread_time()
-        for piece in pieces[:middle]:
-            reader.push(piece)
-        halfway = thread_time()
-        for piece in pieces[middle:]:
-            reader.push(piece)
-        reader.finish()
-        first, second = halfway - began, thread_time() - halfway
-        if second < 2 * first + 0.002:
-            return
-    pytest.fail(f"{what}: {first:.4f} s for the first half of {len(text)} characters, {second:.4f} s for the second")

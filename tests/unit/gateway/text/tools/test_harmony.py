@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.text.formats import TOOL_FORMATS
 from gateway.text.grammars.grammar import Fragment, any_of
 from gateway.text.grammars.json_schema import json_expression
 from gateway.text.reasoning import REASONING_FORMATS, detect_reasoning, reasoning_fragment
 from gateway.text.tools.format import Tool
-from gateway.text.tools.harmony import ANALYSIS, END, FINAL, MARKS, OPENING, HarmonySplitter, final_message
+from gateway.text.tools.harmony import ANALYSIS, END, FINAL, OPENING, HarmonySplitter, final_message
+from tests.fakes.growth import expect_linear
 from tests.unit.gateway.text.tools import templates
-from tests.unit.gateway.text.tools.messages import Found, calls_of, check_linear
+from tests.unit.gateway.text.tools.messages import Found, calls_of
 from tests.unit.gateway.text.tools.vocabulary import accepts, holds, special_ids
 
 HARMONY = TOOL_FORMATS["harmony"]
@@ -61,6 +60,8 @@ def split(pieces: list[str], *, opened: bool = False) -> tuple[str, Found]:
 def test_messages_are_split(text: str, reasoning: str, expected: Found) -> None:
     assert split([text]) == (reasoning, expected)
     assert split(list(text)) == (reasoning, expected)
+    for place in range(len(text)):
+        assert split([text[:place], text[place:]]) == (reasoning, expected)
 
 
 def test_a_prompt_may_end_inside_reasoning() -> None:
@@ -75,23 +76,11 @@ def test_a_prompt_may_end_inside_reasoning() -> None:
     assert not splitter.in_reasoning
 
 
-@given(
-    st.lists(st.sampled_from([*MARKS, "assistant", "analysis", "final", "to=f", " ", "{}", "x\n"]), max_size=16),
-    st.data(),
-)
-def test_any_division_gives_the_same(parts: list[str], data: st.DataObject) -> None:
-    text = "".join(parts)
-    whole = split([text])
-    assert split(list(text)) == whole
-    place = data.draw(st.integers(0, len(text)))
-    assert split([text[:place], text[place:]]) == whole
-
-
 @pytest.mark.parametrize(
     "part", ["<|channel|>", "<|start|>assistant", ANALYSIS, CALL, "<|chan", "x" + END, FINAL + " "]
 )
 def test_time_is_linear(part: str) -> None:
-    check_linear(lambda: HarmonySplitter(False), part * (100_000 // len(part)), part)
+    expect_linear(lambda size: split([part] * size), 1_000, 4_000)
 
 
 def test_the_format_is_detected() -> None:

@@ -9,10 +9,8 @@ import pytest
 
 import gateway.text.tools
 from gateway.text.formats import TOOL_FORMATS
-from tests.unit.gateway.text.tools import messages
-from tests.unit.gateway.text.tools.messages import FORMATS, TOOLS, Found, check_linear, read_with
-
-SIZE = 30_000
+from tests.fakes.growth import expect_linear
+from tests.unit.gateway.text.tools.messages import FORMATS, TOOLS, Found, read_with
 
 _ENDLESS = {
     "tabs in an argument": lambda n: "[A(A=" + "\t" * n,
@@ -66,28 +64,12 @@ def test_time_is_linear(name: str) -> None:
         if what in _GENERAL or (is_read(name, make(600)) and (name == "hermes" or "white space" not in what))
     }
     assert len(hostile) > len(_GENERAL)
-    for what, make in hostile.items():
-        check_linear(lambda: form.new_parser(TOOLS), make(SIZE), what)
+    for make in hostile.values():
+        expect_linear(lambda size, make=make: read_with(form, *in_pieces(make(size))), 6_000, 24_000)
 
 
-def test_check_linear_detects_quadratic_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock counts characters that are read, so that the result does not depend on the machine."""
-    num_read = 0
-
-    class Rereading:
-        text = ""
-
-        def push(self, text: str) -> None:
-            nonlocal num_read
-            self.text += text
-            num_read += len(self.text)
-
-        def finish(self) -> None:
-            self.text = ""
-
-    monkeypatch.setattr(messages, "thread_time", lambda: num_read * 1e-6)
-    with pytest.raises(pytest.fail.Exception, match="rereading"):
-        check_linear(Rereading, "<tool_cal" * (SIZE // 9), "rereading")
+def in_pieces(text: str) -> list[str]:
+    return [text[start : start + 16] for start in range(0, len(text), 16)]
 
 
 def is_read(name: str, text: str) -> bool:

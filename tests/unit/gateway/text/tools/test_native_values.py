@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.text.formats import TOOL_FORMATS
 from gateway.text.message_parser import ToolParser
@@ -54,21 +51,6 @@ def only_values(name: str, text: str) -> Any:
     ((called, values),) = found.values
     assert called == "f"
     return values
-
-
-plain = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | plain,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(plain, inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(value=json_values)
-def test_any_literal_of_python_is_read(value: Any) -> None:
-    assert only_values("pythonic", f"[f(x={value!r})]") == {"x": value}
-    assert only_values("pythonic", f"[f(x={value!a})]") == {"x": value}
-    assert only_values("gemma", f"```tool_code\nf(x={value!r})\n```") == {"x": value}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +127,8 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
         "more": "",
     }
     assert only_values("qwen3_coder", tags()) == {}
+    for exact in ("", "  ", "\na\n\n", "é😀</param", '\n"\n"<tool_call>'):
+        assert only_values("qwen3_coder", tags(text=exact)) == {"text": exact}
 
 
 @pytest.mark.parametrize("name", ["maybe", "optional"])
@@ -154,14 +138,6 @@ def test_a_value_that_looks_like_json_is_text_where_only_that_is_allowed(name: s
         assert only_values("qwen3_coder", tags(**{name: text})) == {name: value}
     assert only_values("qwen3_coder", tags(either="5")) == {"either": 5}
     assert only_values("qwen3_coder", tags(either="[1]")) == {"either": [1]}
-
-
-@given(text=plain)
-def test_text_between_tags_is_exact(text: str) -> None:
-    assert only_values("qwen3_coder", tags(text=text)) == {"text": text}
-    assert only_values("qwen3_coder", tags(text="\n" + text + '\n"<tool_call>')) == {
-        "text": "\n" + text + '\n"<tool_call>'
-    }
 
 
 def test_malformed_calls_between_tags() -> None:
@@ -175,17 +151,11 @@ def test_malformed_calls_between_tags() -> None:
 
 
 @pytest.mark.parametrize("name", GEMMA)
-@given(text=plain, value=json_values)
-def test_texts_between_marks_are_exact(name: str, text: str, value: Any) -> None:
-    opening, closing, quote = GEMMA[name]
-    call = f"{opening}call:f{{text:{quote}{text}{quote},n:[1,{{k:true}}],v:{json.dumps(value)}}}{closing}"
-    assert only_values(name, call) == {"text": text, "n": [1, {"k": True}], "v": value}
-
-
-@pytest.mark.parametrize("name", GEMMA)
 def test_calls_between_marks(name: str) -> None:
     opening, closing, quote = GEMMA[name]
     one = f"{opening}call:f{{a:{quote}x}}]{quote}}}{closing}"
+    mixed = f'{opening}call:f{{text:{quote}é\n"😀{quote},n:[1,{{k:true}}],v:{{"a": [-0.5, null]}}}}{closing}'
+    assert only_values(name, mixed) == {"text": 'é\n"😀', "n": [1, {"k": True}], "v": {"a": [-0.5, None]}}
     assert whole(name, f"Hi.{one}{one}\nDone.") == Found("Hi.\nDone.", [("f", '{"a": "x}]"}')] * 2, 2)
     assert whole(name, f"{opening}call:f{{}}{closing}") == Found("", [("f", "{}")], 1)
     assert whole(name, f"{opening}call:f{{a:{quote}x") == Found("", [("f", '{"a": "x')], 0)
