@@ -24,7 +24,7 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import CollectorRegistry
 
 from gateway.http.app_keys import IDENTITY, SERVICES
 from gateway.http.auth import Identity, Scope
@@ -345,7 +345,7 @@ async def render_metrics(
     return text + generate_latest(workers)
 
 
-class _Labelled(Collector):
+class _Labelled:
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
@@ -372,6 +372,4 @@ def labelled(texts: Mapping[int, bytes]) -> bytes:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, {**sample.labels, "gateway": str(index)}, sample.value)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Labelled(families.values()))
-    return generate_latest(registry)
+    return generate_latest(_Labelled(families.values()))
