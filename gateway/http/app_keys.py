@@ -56,13 +56,13 @@ class Services:
 
     Attributes:
         models: The served models and their workers.
-        generator: Where requests are submitted.
+        generator: Object that admits requests and starts their generations.
         key_ring: The API keys.
         salts: Source of the prefix cache's salts.
         grammars: Checker of the requests' grammars.
         drain: Requests in flight.
         metrics: Metrics of this process.
-        exposition: Renders /metrics in Prometheus' text format.
+        exposition: Function that returns the body of /metrics.
         responses: Stored responses.
         streams: Resumable streams.
         max_body_size: Size limit of a request body in bytes.

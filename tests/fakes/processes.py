@@ -45,7 +45,7 @@ def alive(pids: Iterable[int]) -> set[int]:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; X is the state of a process that is gone."""
+    """Return the fields of /proc/PID/stat from the state on; X is the state of a process that no longer exists."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

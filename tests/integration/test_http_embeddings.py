@@ -147,7 +147,7 @@ async def test_zero_vectors_stay_and_invalid_vectors_are_errors():
         ({"temperature": 1}, "temperature", "unknown_parameter"),
     ],
 )
-async def test_refused_by_name(gateway, fields, param, code):
+async def test_refused_fields_are_named(gateway, fields, param, code):
     status, body = await post(gateway, **fields)
     assert status == 400, body
     assert (body["error"]["param"], body["error"]["code"]) == (param, code)

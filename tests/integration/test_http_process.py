@@ -29,7 +29,7 @@ REQUEST = {"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS}
 
 @contextlib.contextmanager
 def supervised(directory, *flags):
-    """Run a gateway under a supervisor; yield it and the pipe whose end is the end of the supervisor."""
+    """Run a gateway under a supervisor; yield it and a pipe, whose closing ends the supervisor."""
     reading, writing = os.pipe()
     with GatewayProcess(directory, *flags, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading)) as process:
         os.close(reading)

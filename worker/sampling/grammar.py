@@ -313,7 +313,7 @@ class LLGrammars:
         return True
 
     def forget(self, compilation: _Compilation) -> None:
-        """Compile the grammar anew when it is needed again, unless it is in the cache."""
+        """Remove a compilation from those that requests can share. Compiled grammars may still be in the cache."""
         if self._compilations.get(compilation.source) is compilation:
             del self._compilations[compilation.source]
 
