@@ -148,7 +148,7 @@ async def test_cancellation_cancels_all_inputs_at_the_worker(tmp_path) -> None:
         assert core.sample("request_failures_total", model_name="fake", reason="abort") == 1
 
 
-async def test_inputs_of_a_lost_worker_move_to_another_once(tmp_path) -> None:
+async def test_inputs_of_a_lost_worker_move_to_another_if_there_is_one(tmp_path) -> None:
     prompts = [[5, index] for index in range(12)]
     with FakeWorker(tmp_path) as lost, FakeWorker(tmp_path, 1) as other:
         lost.faults.stalled = other.faults.stalled = True
@@ -162,6 +162,13 @@ async def test_inputs_of_a_lost_worker_move_to_another_once(tmp_path) -> None:
             other.faults.stalled = False
             assert await batch == [vector_of(ids, "mean") for ids in prompts]
             assert core.sample("request_success_total", model_name="fake", finished_reason="stop") == 1
+            other.faults.stalled = True
+            batch = asyncio.create_task(run(core, prompts, 8))
+            await until(lambda: other.num_running == 8)
+            other.stop()
+            with pytest.raises(WorkerLostError):
+                await batch
+            assert core.sample("request_failures_total", model_name="fake", reason="worker_lost") == 1
 
 
 async def test_mean_pooling_ignores_the_prefix_cache_in_routing(tmp_path) -> None:
@@ -187,17 +194,6 @@ async def test_mean_pooling_ignores_the_prefix_cache_in_routing(tmp_path) -> Non
             await waiting
             # And it leaves nothing there that would draw others.
             assert await places(prompt, pooling="last") == cached
-
-
-async def test_a_batch_fails_if_its_only_worker_is_lost(tmp_path) -> None:
-    async with linked(tmp_path) as (core, worker):
-        worker.faults.stalled = True
-        batch = asyncio.create_task(run(core, [[5]] * 12, 8))
-        await until(lambda: worker.num_running == 8)
-        worker.stop()
-        with pytest.raises(WorkerLostError):
-            await batch
-        assert core.sample("request_failures_total", model_name="fake", reason="worker_lost") == 1
 
 
 @pytest.mark.parametrize("wrong", [{"finish": None}, {"embedding": None}, {"token_ids": [5]}, {"choice": 1}])
