@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 from kernels.backends.reference import DecoderOps
 from tests.fakes.weights import MemoryWeights, make_batch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.linear import Placement
+from worker.model.loading.fields import Fields
+from worker.model.loading.hf_config import spec_from_config
 from worker.model.rope import half_split_rows
-from worker.model.spec import DecoderSpec, RopeSpec
+from worker.model.spec import DecoderSpec
 from worker.quant.dense import DenseScheme
 
 PAGE = 16
@@ -36,26 +38,7 @@ BASE: dict[str, Any] = {
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-OWN_DYNAMIC_ROPE = RopeSpec(theta=10000.0, rotary_dim=32, kind="dynamic", factor=4.0, original_max_position=64)
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
-
-
-def make_spec(config: Any, **changes: Any) -> DecoderSpec:
-    fields: dict[str, Any] = {
-        "family": "llama",
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position": MAX_LEN,
-        "norm_eps": config.rms_norm_eps,
-        "rope": RopeSpec(theta=10000.0, rotary_dim=config.head_dim),
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
-    return DecoderSpec(**(fields | changes))
+BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
 @torch.no_grad()
@@ -67,14 +50,12 @@ def randomized(model: Any) -> Any:
     return model.eval()
 
 
-def make_pair(
-    changes: dict[str, Any] | None = None, **spec_changes: Any
-) -> tuple[LlamaForCausalLM, DecoderSpec, MemoryWeights]:
+def make_pair(kind: str = "Llama", **changes: Any) -> tuple[Any, DecoderSpec, MemoryWeights]:
+    """Return a random model of transformers, its specification and its weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(**(BASE | {"rope_parameters": PLAIN_ROPE} | (changes or {})))
-    model = randomized(LlamaForCausalLM(config))
-    spec = make_spec(config, **spec_changes)
-    return model, spec, MemoryWeights.from_transformers(model)
+    config = getattr(transformers, f"{kind}Config")(**(BASE | {"rope_parameters": PLAIN_ROPE} | changes))
+    model = randomized(getattr(transformers, f"{kind}ForCausalLM")(config))
+    return model, spec_from_config(Fields(config.to_dict(), ""), ()), MemoryWeights.from_transformers(model)
 
 
 def run_chunks(decoder: Decoder, spec: DecoderSpec, ids: list[int], chunks: list[int]) -> torch.Tensor:
@@ -120,28 +101,24 @@ def check(model: Any, spec: DecoderSpec, weights: MemoryWeights, chunks: list[in
 
 
 @pytest.mark.parametrize(
-    ("changes", "spec_changes"),
-    [
-        ({"tie_word_embeddings": True}, {}),
-        ({"attention_bias": True, "mlp_bias": True}, BIASES),
-        ({"num_key_value_heads": 4}, {}),
-        ({"num_key_value_heads": 1}, {}),
-        ({"hidden_size": 72, "head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, {}),
-        ({"head_dim": 128, "num_attention_heads": 8}, {}),
-        ({"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu_tanh"}),
-        ({"rope_parameters": DYNAMIC_ROPE}, {"rope": OWN_DYNAMIC_ROPE}),
-    ],
-    ids=["tied", "biases", "mha", "mqa", "odd-heads", "wide-heads", "gelu", "dynamic-rope"],
+    "changes",
+    {
+        "tied": {"tie_word_embeddings": True},
+        "biases": BIASES,
+        "mha": {"num_key_value_heads": 4},
+        "mqa": {"num_key_value_heads": 1},
+        "odd heads": {"hidden_size": 72, "head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
+        "wide heads": {"head_dim": 128, "num_attention_heads": 8},
+        "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+        "query and key norm": {"kind": "Qwen3"},
+    }.values(),
 )
-def test_variants(changes: dict[str, Any], spec_changes: dict[str, Any]) -> None:
-    check(*make_pair(changes, **spec_changes), [MAX_LEN if "rope" in spec_changes else 45])
+def test_variants(changes: dict[str, Any]) -> None:
+    check(*make_pair(**changes), [25, 20])
 
 
-def test_query_and_key_norm() -> None:
-    torch.manual_seed(1)
-    config = Qwen3Config(**BASE, rope_parameters=PLAIN_ROPE)
-    model = randomized(Qwen3ForCausalLM(config))
-    check(model, make_spec(config, family="qwen3", qk_norm=True), MemoryWeights.from_transformers(model), [20, 20])
+def test_dynamic_rope_beyond_the_original_context() -> None:
+    check(*make_pair(rope_parameters=DYNAMIC_ROPE), [MAX_LEN])
 
 
 @pytest.mark.parametrize("chunks", [[1] * 100, [33, 1, 1, 40, 25], [16, 48, 36]], ids=str)
@@ -156,11 +133,11 @@ def test_fallback_ops_and_weights_equal_reference(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device)
     )
-    check(*make_pair({"attention_bias": True, "mlp_bias": True}, **BIASES), chunks)
+    check(*make_pair(**BIASES), chunks)
 
 
 def test_interleaved_weights_are_permuted() -> None:
-    _, spec, weights = make_pair({"attention_bias": True}, attention_bias=True, attention_output_bias=True)
+    _, spec, weights = make_pair(attention_bias=True)
     ids = token_ids(30)
     expected = run_chunks(make_decoder(spec, weights), spec, ids, [30])
     for layer in range(spec.num_layers):

@@ -45,8 +45,7 @@ class ThreadRank(ParallelContext):
 
 @pytest.mark.parametrize(("size", "tied"), [(2, True), (4, False)])
 def test_ranks_together_equal_single_rank(size: int, tied: bool) -> None:
-    changes = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": tied}
-    _, spec, weights = make_pair(changes, **BIASES)
+    _, spec, weights = make_pair(tie_word_embeddings=tied, **BIASES)
     steps = [
         make_batch([(token_ids(40)[:30], 0, [0, 1, 2]), (token_ids(20), 0, [3, 4])], PAGE),
         make_batch([(token_ids(40)[30:], 30, [0, 1, 2]), ([7], 20, [3, 4])], PAGE),

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from shared.errors import ConfigurationError, ModelFileError
-from tests.unit.worker.model.loading.forge import tiny_gguf
 from worker.kv.geometry import KVGroupSpec
 from worker.model.families import hf_names, required_shapes
 from worker.model.loading import ModelFiles, open_model
@@ -236,24 +235,6 @@ def test_rope_is_read_in_every_notation(kind: str, values: dict[str, Any], added
         assert rope_from_config(Fields(config, ""), 8, 128) == wanted
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_configurations_that_transformers_writes_are_read(tmp_path: Path, family: str) -> None:
-    import transformers
-
-    rope = {"rope_type": "yarn", "rope_theta": 7000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-    config = getattr(transformers, f"{family}Config")(**SIZES, rope_parameters=rope, head_dim=8, eos_token_id=3)
-    config.save_pretrained(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    spec = spec_from_config(Fields(values, "config.json: "), tuple(token_ids(Fields(values, ""), "eos_token_id")))
-    assert spec.rope == RopeSpec(theta=7000.0, rotary_dim=8, kind="yarn", factor=4.0, original_max_position=32)
-    assert spec.family == family.lower() and spec.eos_token_ids == (3,)
-    with torch.device("meta"):
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-    names = hf_names(spec.num_layers)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert {names[name]: shape for name, shape in required_shapes(spec).items()} == expected
-
-
 def test_partial_rotation() -> None:
     assert _spec(partial_rotary_factor=0.5).rope.rotary_dim == 4
     rope = _spec(rope_parameters={"rope_theta": 7.0, "partial_rotary_factor": 0.25}).rope
@@ -359,7 +340,7 @@ def test_tensors_that_are_missing_misshapen_unknown_or_of_another_type_are_named
             _open(folder)
 
 
-def test_several_files_need_an_index_and_a_gguf_file_is_taken_where_there_are_no_others(tmp_path: Path) -> None:
+def test_several_files_need_an_index(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     assert _open(folder).spec.num_layers == 2
@@ -370,8 +351,6 @@ def test_several_files_need_an_index_and_a_gguf_file_is_taken_where_there_are_no
     (folder / "b.safetensors").unlink()
     with pytest.raises(ModelFileError, match="there are no safetensors files"):
         _open(folder)
-    (folder / "only.gguf").write_bytes(tiny_gguf())
-    assert _open(folder).default_name == "only"
 
 
 def test_hub_ids_are_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from worker.model.decoder import Decoder
 from worker.model.loading import ModelFiles, open_model
 
 PAGE = 16
+YARN = {"rope_type": "yarn", "rope_theta": 7000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def _logits(files: ModelFiles, ids: list[int]) -> torch.Tensor:
@@ -30,8 +31,8 @@ def _logits(files: ModelFiles, ids: list[int]) -> torch.Tensor:
     [
         ("Llama", {"attention_bias": True, "mlp_bias": True}),
         ("Llama", {"tie_word_embeddings": True}),
-        ("Mistral", {}),
-        ("Qwen2", {}),
+        ("Mistral", {"rope_parameters": YARN}),
+        ("Qwen2", {"rope_parameters": YARN}),
         ("Qwen3", {"head_dim": 16}),
     ],
 )
@@ -49,4 +50,5 @@ def test_folders_that_transformers_writes(tmp_path: Path, family: str, changes: 
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     files = open_model(str(tmp_path / "saved"), tmp_path / "cache")
+    assert files.spec.family == family.lower() and files.eos_token_ids == (1,)
     torch.testing.assert_close(_logits(files, ids), expected, atol=1e-4, rtol=1e-4)
