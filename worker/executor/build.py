@@ -225,24 +225,31 @@ def measure_memory(settings: WorkerSettings, models: Models, ops: SamplingOps, d
     return memory
 
 
+def make_rows(
+    settings: WorkerSettings, max_model_len: int, num_groups: int, vocab_size: int, device: Device
+) -> RequestRows:
+    """Allocate rows for as many requests, tokens and pages as the settings permit."""
+    return RequestRows(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_tokens=settings.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        page_size=settings.block_size,
+        num_groups=num_groups,
+        vocab_size=vocab_size,
+        device=device,
+        max_drafts=settings.num_speculative_tokens if settings.speculative_method != "off" else 0,
+        distributions=DraftDistributions() if settings.speculative_acceptance == "rejection" else None,
+    )
+
+
 def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: SamplingOps, device: Device) -> PlanRunner:
     """Allocate the KV cache and the rows, and create the runner of both models."""
     target, spec = models.target, models.target.spec
     kv, draft_kv = make_kv(settings, models, plan, device)
     target.fuse_layers(kv)
-    rejection = settings.speculative_acceptance == "rejection"
-    rows = RequestRows(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_tokens=settings.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        page_size=settings.block_size,
-        num_groups=len(spec.kv_groups),
-        vocab_size=spec.vocab_size,
-        device=device,
-        max_drafts=settings.num_speculative_tokens if settings.speculative_method != "off" else 0,
-        distributions=DraftDistributions() if rejection else None,
-    )
+    rows = make_rows(settings, plan.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
     verification_ops = speculative_ops(device.torch_device, num_threads(settings), spec.vocab_size)
+    rejection = settings.speculative_acceptance == "rejection"
     sampler = Sampler(rows.sampling, ops, verification_ops, rejection=rejection)
     prefixes = make_prefixes(settings, target, plan, models.parallel)
     runner = ModelRunner(target, kv, rows, sampler, device, graphs=settings.decode_graphs, prefixes=prefixes)
