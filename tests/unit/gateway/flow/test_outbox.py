@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import FULL_AT_TOKENS, FlushScheduler, Outbox
@@ -202,45 +200,3 @@ async def test_nothing_is_handed_over_past_a_consumer_that_was_cancelled(outbox:
     outbox.put(TextDelta(0, "b", [2]))
     await turns()
     assert taker.log == []
-
-
-ACTIONS = st.one_of(
-    st.tuples(st.just("put"), st.integers(0, 2), st.sampled_from(["", "x", "yz"])),
-    st.sampled_from(["turn", "ready", "not ready", "hold", "go on"]).map(lambda name: (name, 0, "")),
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(actions=st.lists(ACTIONS, max_size=40))
-def test_whoever_takes_it_each_choice_comes_whole_and_in_order(actions: list[tuple[str, int, str]]) -> None:
-    async def run() -> None:
-        outbox = Outbox(10, never, FlushScheduler())
-        taker = Taker(outbox)
-        sent: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        texts = {0: "", 1: "", 2: ""}
-        for number, (name, choice, text) in enumerate(actions):
-            if name == "put":
-                outbox.put(TextDelta(choice, text, [number]))
-                sent[choice].append(number)
-                texts[choice] += text
-            elif name == "turn":
-                await asyncio.sleep(0)
-            elif name in ("ready", "not ready"):
-                taker.is_ready = name == "ready"
-            elif name == "hold":
-                taker.may_go_on.clear()
-            else:
-                taker.may_go_on.set()
-        taker.may_go_on.set()
-        for choice in sent:
-            outbox.put(TextDelta(choice, "", [], None, "length"))
-        await turns(8)
-        for choice in sent:
-            mine = [delta for delta in taker.log if delta.choice == choice]
-            assert [token_id for delta in mine for token_id in delta.token_ids] == sent[choice]
-            assert "".join(delta.text for delta in mine) == texts[choice]
-            assert [delta.finish_reason for delta in mine if delta.finish_reason] == ["length"]
-            assert all(delta.finish_reason is None for delta in taker.passed)
-        taker.task.cancel()
-
-    asyncio.run(run())
