@@ -44,20 +44,13 @@ def test_copies_are_applied_in_order_and_per_group(dtype: torch.dtype) -> None:
     _, spec, _ = make_pair()
     spec = dataclasses.replace(spec, kv_groups=(KVGroupSpec(layers=(0, 2)), KVGroupSpec(layers=(1,))))
     kv = KVStorage(spec, 4, 16, dtype, "cpu")
-    for layer in range(3):
-        for page in range(4):
-            kv.layers[layer].keys[page] = 10 * layer + page
-            kv.layers[layer].values[page] = -(10 * layer + page)
+    content = torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]])
+    for layer, numbers in zip(kv.layers, content):
+        for page, number in enumerate(numbers):
+            layer.keys[page], layer.values[page] = number, -number
     for part in independent_copies([PageCopy(0, 1, 2), PageCopy(0, 2, 3), PageCopy(1, 3, 0)]):
         sources, targets = torch.tensor([(copy.source, copy.target) for copy in part]).T
         kv.copy_pages(CopyBatch(part[0].group, sources, targets))
-    assert [[int(page[0].flatten()[0]) for page in kv.layers[layer].keys] for layer in range(3)] == [
-        [0, 1, 1, 1],
-        [13, 11, 12, 13],
-        [20, 21, 21, 21],
-    ]
-    assert [[int(page[1].flatten()[-1]) for page in kv.layers[layer].values] for layer in range(3)] == [
-        [0, -1, -1, -1],
-        [-13, -11, -12, -13],
-        [-20, -21, -21, -21],
-    ]
+    expected = [[0, 1, 1, 1], [13, 11, 12, 13], [20, 21, 21, 21]]
+    assert [[int(page.flatten()[0]) for page in layer.keys] for layer in kv.layers] == expected
+    assert [[-int(page.flatten()[-1]) for page in layer.values] for layer in kv.layers] == expected

@@ -74,8 +74,8 @@ def run_chunks(decoder: Decoder, spec: DecoderSpec, ids: list[int], chunks: list
     return torch.cat(out)
 
 
-def make_decoder(spec: DecoderSpec, weights: MemoryWeights, dtype: torch.dtype = torch.float32) -> Decoder:
-    return Decoder(spec, weights, dtype=dtype, device="cpu", max_model_len=MAX_LEN)
+def make_decoder(spec: DecoderSpec, weights: MemoryWeights) -> Decoder:
+    return Decoder(spec, weights, dtype=torch.float32, device="cpu", max_model_len=MAX_LEN)
 
 
 def token_ids(count: int, vocab: int = 131) -> list[int]:
@@ -161,11 +161,3 @@ def test_requests_of_one_batch_are_independent() -> None:
     logits = decoder.forward(make_batch(rest, PAGE, logits="last"), kv)
     for row, prompt in zip(logits, prompts):
         assert_close(row, expected_logits(model, prompt)[-1])
-
-
-def test_bfloat16_is_near_float32() -> None:
-    model, spec, weights = make_pair()
-    ids = token_ids(60)
-    expected = expected_logits(model, ids)
-    actual = run_chunks(make_decoder(spec, weights, torch.bfloat16), spec, ids, [30, 1, 29])
-    assert torch.nn.functional.cosine_similarity(actual, expected, dim=-1).min() > 0.995

@@ -67,18 +67,6 @@ def test_nothing_is_forced_within_the_budget(seed):
         automaton.advance(automaton.forced if automaton.forced is not None else rng.choice((1, 2, 3, 4, 5)))
 
 
-def test_budget_covers_all_reasoning_sections():
-    automaton = make(3, 1, 2, 5, 5, 3, 4, 9, 9, 1, 2, 5)
-    assert automaton.forced == 3
-    automaton.advance(3)
-    assert automaton.forced == 4
-    automaton.advance(4)
-    assert automaton.forced is None and automaton.num_free == 2
-    automaton.advance(1)
-    automaton.advance(2)
-    assert automaton.forced == 3
-
-
 def test_started_end_mark_is_completed():
     assert make(2, 5, 3, open=True).forced == 4
 

@@ -30,8 +30,7 @@ def _open(tmp_path: Path, content: bytes, name: str = "tiny.gguf") -> ModelFiles
     return open_model(str(path), tmp_path / "cache")
 
 
-def test_the_default_model_is_described_whole(tmp_path: Path) -> None:
-    files = open_model("", tmp_path)
+def test_the_default_model_is_described_whole(files: ModelFiles) -> None:
     spec = files.spec
     assert (spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (30, 576, 1536, 49152)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_position) == (9, 3, 64, 8192)

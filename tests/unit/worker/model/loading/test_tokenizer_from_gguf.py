@@ -35,11 +35,6 @@ CORPUS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def smollm(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    return open_model("", tmp_path_factory.mktemp("cache"))
-
-
 def _split_digits(text: str, special: list[str]) -> list[str]:
     """Pieces of a text in which each character of category N stands alone; special tokens stay whole."""
     pieces = [""]
@@ -55,12 +50,12 @@ def _split_digits(text: str, special: list[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_default_model_tokenizes_as_with_transformers(smollm: ModelFiles) -> None:
+def test_the_default_model_tokenizes_as_with_transformers(files: ModelFiles) -> None:
     from transformers import AutoTokenizer
 
     path = default_model_path()
     reference = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    ours = Tokenizer.from_buffer(smollm.bundle.tokenizer_json)
+    ours = Tokenizer.from_buffer(files.bundle.tokenizer_json)
     special = [token.content for token in ours.get_added_tokens_decoder().values()]
     for text in CORPUS:
         # transformers leaves the file's pre-tokenizer type out: this model's splits each digit off beforehand.
@@ -76,9 +71,9 @@ def test_the_default_model_tokenizes_as_with_transformers(smollm: ModelFiles) ->
         assert ours.encode(text).ids == reference.encode(text), text
 
 
-def test_control_tokens_are_special_and_the_vocabulary_is_whole(smollm: ModelFiles) -> None:
-    tokenizer = Tokenizer.from_buffer(smollm.bundle.tokenizer_json)
-    assert tokenizer.get_vocab_size() == smollm.spec.vocab_size == 49152
+def test_control_tokens_are_special_and_the_vocabulary_is_whole(files: ModelFiles) -> None:
+    tokenizer = Tokenizer.from_buffer(files.bundle.tokenizer_json)
+    assert tokenizer.get_vocab_size() == files.spec.vocab_size == 49152
     added = tokenizer.get_added_tokens_decoder()
     assert len(added) == 17 and all(token.special for token in added.values())
     assert tokenizer.decode([1, 33, 2], skip_special_tokens=True) == "1"
