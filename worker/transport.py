@@ -75,26 +75,23 @@ class Transport:
         self._gateways: dict[bytes, _Gateway] = {}
         self._lost: list[bytes] = []
         self._last_look = clock()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self) -> None:
         """Bind the socket. Raises ConfigurationError if that is not possible."""
-        self._context = zmq.Context()
-        self._socket = sockets.make_router(self._context, self.endpoint)
+        self._socket = sockets.make_router(zmq.Context(), self.endpoint)
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def close(self) -> None:
         """Send queued messages for at most half a second, and unbind. Idempotent."""
         if self._socket is not None:
+            context = self._socket.context
             self._socket.close(_FLUSH_MS)
+            context.term()
             self._socket = None
-        if self._context is not None:
-            self._context.term()
-            self._context = None
         # A late `wake` must not write to a reused descriptor.
         fd, self._wake_fd = self._wake_fd, -1
         if fd >= 0:
@@ -105,7 +102,7 @@ class Transport:
 
     def wake(self) -> None:
         """End a `wait`. Signal handlers and other threads may call this."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: already closed
             os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, seconds: float) -> None:

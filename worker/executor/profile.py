@@ -106,12 +106,8 @@ def profile_plans(
     num_requests = min(settings.max_num_seqs, num_tokens)
     # Each request leaves one position for the decode step; drafts are verified as far as positions remain.
     longest = max(1, max_model_len - 1)
-    counts = [min(longest, num_tokens // num_requests) for _ in range(num_requests)]
-    left = num_tokens - sum(counts)
-    for i in range(num_requests):
-        more = min(left, longest - counts[i])
-        counts[i] += more
-        left -= more
+    share, num_larger = divmod(num_tokens, num_requests)
+    counts = [min(longest, share + (row < num_larger)) for row in range(num_requests)]
     rows = [_new_row(row, count, _ALL_FEATURES) for row, count in enumerate(counts)]
     added = 1 + settings.num_speculative_tokens
     tables = [
