@@ -376,7 +376,10 @@ class WorkerLink:
             self.counters.malformed += 1
             return
         if isinstance(message, Steps | Pong) and (self.facts is None or message.epoch != self.epoch):
-            self._on_wrong_epoch()
+            # Before Welcome the message is left over; later it shows that the worker was restarted.
+            self.counters.wrong_epoch += 1
+            if self.facts is not None:
+                self._lose("it was restarted")
         elif isinstance(message, Steps):
             self._on_steps(message)
         elif isinstance(message, Pong):
@@ -445,15 +448,6 @@ class WorkerLink:
         # finished ones.
         self.foreign_sequences = max(0, stats.num_running + stats.num_waiting - own_sequences)
         self.foreign_tokens = max(0, stats.num_waiting_tokens - own_tokens)
-
-    def _on_wrong_epoch(self) -> None:
-        """Handle a message with the epoch of another process.
-
-        Before Welcome it is left over; later it shows that the worker was restarted.
-        """
-        self.counters.wrong_epoch += 1
-        if self.facts is not None:
-            self._lose("it was restarted")
 
     def _ping(self) -> None:
         self._nonce += 1

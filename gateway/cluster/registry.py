@@ -124,12 +124,12 @@ class Registry:
         self._links: dict[str, WorkerLink] = {}
         self._entries: list[ModelEntry] = []
         # Names served before, to distinguish a model whose workers are down from an unknown one.
-        self._known_names: OrderedDict[str, None] = OrderedDict()
+        self._known_names: set[str] = set()
         self._pipelines: OrderedDict[str, TextPipeline] = OrderedDict()
         self._parsing: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, tuple[WorkerLink, float]] = {}
-        self._unusable: dict[str, str] = {}
-        # Endpoints of workers with unusable facts or flags, with the reason. A restarted worker has another endpoint.
+        # Reasons by the hash of an unusable bundle, or by the endpoint of a worker with unusable facts or flags. A
+        # restarted worker has another endpoint.
         self._refused: dict[str, str] = {}
         self._conflicts: set[str] = set()
         self.counters = LinkCounters()
@@ -183,8 +183,6 @@ class Registry:
             return True, "ok"
         if self._entries:
             return False, "no worker answers"
-        if self._unusable:
-            return False, "the tokenizer of a worker cannot be used"
         if self._refused:
             return False, next(iter(self._refused.values()))
         return False, "no worker has joined" if not self._known_names else "all workers are gone"
@@ -254,11 +252,10 @@ class Registry:
     def _try_to_join(self, link: WorkerLink) -> None:
         """Let a worker join if its pipeline is loaded and its names are free; otherwise the next scan tries again."""
         facts = link.facts
-        if facts is None or link.lost or facts.bundle_hash in self._unusable or link.endpoint in self._refused:
+        if facts is None or link.lost or facts.bundle_hash in self._refused or link.endpoint in self._refused:
             return
         if not facts.model_names or facts.page_size < 1 or facts.vocab_size < 1:
-            self._refused[link.endpoint] = reason = "its facts are invalid"
-            self._refuse("worker_not_usable", reason, worker=link.name)
+            self._refuse(link, "its facts are invalid")
             return
         pipeline = self._pipelines.get(facts.bundle_hash)
         if pipeline is None:
@@ -277,20 +274,20 @@ class Registry:
             try:
                 entry = ModelEntry(facts, pipeline)
             except ConfigurationError as error:
-                self._refused[link.endpoint] = reason = str(error)
-                self._refuse("worker_not_usable", reason, worker=link.name)
+                self._refuse(link, str(error))
                 return
             self._entries.append(entry)
         entry.workers.append(link)
         self._conflicts.discard(link.endpoint)
-        for name in facts.model_names:
-            self._known_names[name] = None
-        while len(self._known_names) > 1024:
-            self._known_names.popitem(last=False)
+        self._known_names.update(facts.model_names)
         log.info("worker_joined", worker=link.name, epoch=link.epoch, model=entry.name)
 
-    def _refuse(self, event: str, reason: str, **fields: str) -> None:
-        log.error(event, reason=reason, **fields)
+    def _refuse(self, link: WorkerLink, reason: str) -> None:
+        self._refused[link.endpoint] = reason
+        log.error("worker_not_usable", reason=reason, worker=link.name)
+        self._report_refusal(reason)
+
+    def _report_refusal(self, reason: str) -> None:
         if self._on_refused is not None and not self._known_names:
             self._on_refused(reason)
 
@@ -318,8 +315,9 @@ class Registry:
         try:
             pipeline = await asyncio.to_thread(TextPipeline, bundle, self._threads)
         except ConfigurationError as error:
-            self._unusable[bundle.bundle_hash] = reason = str(error)
-            self._refuse("bundle_not_usable", reason)
+            self._refused[bundle.bundle_hash] = "the tokenizer of a worker cannot be used"
+            log.error("bundle_not_usable", reason=str(error))
+            self._report_refusal(str(error))
             return
         self._pipelines[bundle.bundle_hash] = pipeline
         self._drop_idle_pipelines()

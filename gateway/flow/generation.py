@@ -270,7 +270,7 @@ class Generation(RunningRequest):
         if self._watchdog is None:
             self._last_progress = time.monotonic()
             self._measure.sent()
-            self._set_watchdog()
+            self._watch()
 
     def on_output(self, output: Output) -> None:
         """Handle an output of the worker. A failure here ends this request only, not the worker's other requests."""
@@ -342,17 +342,13 @@ class Generation(RunningRequest):
         self._measure.slow_client()
         self._fail(UnavailableError("The client did not read its stream in time.", code="slow_client"))
 
-    def _set_watchdog(self) -> None:
+    def _watch(self) -> None:
+        """Fail the request if it has waited too long for a token; otherwise check again when it would have."""
         delay = self._last_progress + self._generator.request_timeout - time.monotonic()
         if self.request.deadline is not None and not self._started:
             delay = min(delay, self.request.deadline - time.time())
-        self._watchdog = asyncio.get_running_loop().call_later(max(delay, 0.0), self._on_watchdog)
-
-    def _on_watchdog(self) -> None:
-        overdue = time.monotonic() - self._last_progress >= self._generator.request_timeout
-        expired = not self._started and self.request.deadline is not None and time.time() >= self.request.deadline
-        if not overdue and not expired:
-            self._set_watchdog()
+        if delay > 0.0:
+            self._watchdog = asyncio.get_running_loop().call_later(delay, self._watch)
             return
         what = "next" if self._started else "first"
         self._fail(

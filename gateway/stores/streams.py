@@ -114,10 +114,6 @@ class StreamLog:
             self._news = asyncio.Event()
         await self._news.wait()
 
-    def has(self, number: int) -> bool:
-        """Return True if an event is kept."""
-        return self.first <= number <= self.last
-
     def drop_oldest(self, number: int) -> int:
         """Remove the event with this number if it is the oldest; for the store.
 
@@ -162,7 +158,7 @@ class _KeyEvents:
     def forget_passed(self) -> None:
         """Remove outdated entries if they are the majority."""
         if len(self.order) > 2 * self.num_events + _SLACK:
-            self.order = deque((log, number) for log, number in self.order if log.has(number))
+            self.order = deque((log, number) for log, number in self.order if log.first <= number <= log.last)
 
 
 class StreamStore:

@@ -16,6 +16,7 @@ from gateway.http.errors import json_response
 from gateway.stores.ids import shown_id
 from shared.errors import NotFoundError, UnavailableError
 
+_VERSION = importlib.metadata.version("pelton")
 _FOLDER = Path(__file__).parents[2] / "page"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _PAGE_HEADERS = {
@@ -48,12 +49,7 @@ async def ready(request: web.Request) -> web.StreamResponse:
 
 async def version(request: web.Request) -> web.StreamResponse:
     """Return Pelton's version, but not those of its dependencies, which would help an attacker."""
-    return json_response({"version": _version()})
-
-
-@lru_cache(1)
-def _version() -> str:
-    return importlib.metadata.version("pelton")
+    return json_response({"version": _VERSION})
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
