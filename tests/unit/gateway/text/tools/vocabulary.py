@@ -6,18 +6,17 @@ import json
 import random
 from functools import cache
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.text.detokenizer import build_token_bytes
 from gateway.text.formats import TOOL_FORMATS
 from gateway.text.grammars.grammar import Fragment, grammar_source
+from tests.fakes import grammar_text
 from tests.fakes.tokenizers import byte_level_json
 
 END = 2
 MARKS = sorted({mark for form in TOOL_FORMATS.values() for mark in form.marks})
-_CLOSING = frozenset(map(str.encode, '"})]\n'))
 MAX_TOKENS = 3000
 
 
@@ -52,12 +51,6 @@ def matcher(fragment: Fragment) -> LLMatcher:
     return found
 
 
-def allowed(state: LLMatcher) -> list[int]:
-    """Return the ids of the tokens that may come next."""
-    bits = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
-    return [int(token_id) for token_id in np.nonzero(bits)[0]]
-
-
 def _ids(text: str, tokens: bool) -> list[int]:
     if tokens:
         return list(tokenizer().encode(text, add_special_tokens=False).ids)
@@ -77,18 +70,9 @@ def holds(fragment: Fragment, text: str) -> bool:
 
 
 def random_text(fragment: Fragment, seed: int, beginning: str = "") -> str:
-    """Return a random text that the grammar allows; tokens that close strings and brackets are preferred."""
-    state, chance = matcher(fragment), random.Random(seed)
-    ids = _ids(beginning, True)
-    assert state.consume_tokens(ids)
-    written = [_table()[token_id] for token_id in ids]
-    for _ in range(MAX_TOKENS):
-        choices = allowed(state)
-        if END in choices and (len(choices) == 1 or chance.random() < 0.5):
-            return b"".join(written).decode("utf-8", "replace")
-        choices = [token_id for token_id in choices if token_id != END]
-        closing = [token_id for token_id in choices if _table()[token_id] in _CLOSING]
-        token_id = chance.choice(closing if closing and chance.random() < 0.5 else choices)
-        assert state.consume_token(token_id)
-        written.append(_table()[token_id])
-    raise AssertionError("the text does not end")
+    """Return a random text that the grammar allows, with this beginning."""
+    state = matcher(fragment)
+    assert state.consume_tokens(_ids(beginning, True))
+    rest = grammar_text.random_text(state, _model(), random.Random(seed), MAX_TOKENS)
+    assert rest is not None, "the text does not end"
+    return beginning + rest
