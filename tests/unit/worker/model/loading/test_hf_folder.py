@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from shared.errors import ConfigurationError, ModelFileError
+from tests.unit.worker.model.loading.checkpoints import edited, opened
 from worker.kv.geometry import KVGroupSpec
 from worker.model.families import hf_names, required_shapes
-from worker.model.loading import ModelFiles, open_model
+from worker.model.loading import open_model
 from worker.model.loading.fields import Fields
 from worker.model.loading.hf_config import rope_from_config, spec_from_config, token_ids
 from worker.model.spec import RopeSpec
@@ -58,7 +59,7 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _folder(tmp_path: Path, *, shards: int = 1, **changes: Any) -> Path:
+def _folder(tmp_path: Path, **changes: Any) -> Path:
     folder = tmp_path / "tiny-model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_values(**changes)))
@@ -66,32 +67,19 @@ def _folder(tmp_path: Path, *, shards: int = 1, **changes: Any) -> Path:
     names = hf_names(spec.num_layers)
     torch.manual_seed(0)
     tensors = {names[name]: torch.randn(shape) for name, shape in required_shapes(spec).items()}
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors")
-    else:
-        weight_map: dict[str, str] = {}
-        for i in range(shards):
-            part = dict(list(tensors.items())[i::shards])
-            save_file(part, folder / f"model-{i}.safetensors")
-            weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file(tensors, folder / "model.safetensors")
     _tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 
-def _open(folder: Path) -> ModelFiles:
-    return open_model(str(folder), folder.parent / "cache")
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_folder_opens(tmp_path: Path, shards: int) -> None:
-    folder = _folder(tmp_path, shards=shards)
-    files = _open(folder)
+def test_a_folder_opens(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    files = opened(folder)
     assert files.default_name == "tiny-model"
     assert files.spec.rope == RopeSpec(theta=5000.0, rotary_dim=8)
     assert files.spec.kv_groups == (KVGroupSpec(layers=(0, 1)),)
     assert files.spec.eos_token_ids == files.eos_token_ids == (1,)
-    stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    stored = load_file(folder / "model.safetensors")
     q = stored["model.layers.1.self_attn.q_proj.weight"]
     assert torch.equal(files.weights.get("layers.1.q.weight").data, q)
     part = files.weights.get("layers.1.q.weight", rows=slice(8, 16), cols=slice(4, 8))
@@ -102,26 +90,22 @@ def test_a_folder_opens(tmp_path: Path, shards: int) -> None:
 
 def test_a_tied_head_may_be_stored_and_is_not_read(tmp_path: Path) -> None:
     folder = _folder(tmp_path, tie_word_embeddings=True)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(tensors, path)
-    files = _open(folder)
+    with edited(folder) as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    files = opened(folder)
     assert files.spec.tie_word_embeddings and "head.weight" not in files.weights
 
 
 def test_the_hash_covers_configuration_and_weights(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
-    first = _open(folder).model_hash
-    assert _open(folder).model_hash == first
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 6000.0}))
-    second = _open(folder).model_hash
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] += 1
-    save_file(tensors, folder / "model.safetensors")
-    assert len({first, second, _open(folder).model_hash}) == 3
+    first = opened(folder).model_hash
+    assert opened(folder).model_hash == first
+    (folder / "config.json").write_text(json.dumps(_values(rope_theta=6000.0)))
+    second = opened(folder).model_hash
+    with edited(folder) as tensors:
+        tensors["model.norm.weight"] += 1
+    assert len({first, second, opened(folder).model_hash}) == 3
 
 
 def test_end_ids_are_united_from_every_place(tmp_path: Path) -> None:
@@ -129,14 +113,14 @@ def test_end_ids_are_united_from_every_place(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": "<s>"}))
     (folder / "chat_template.jinja").write_text("{{ '<|im_end|>' }}")
-    files = _open(folder)
+    files = opened(folder)
     assert files.eos_token_ids == (1, 2, 5, 6, 7)
     assert files.bundle.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def test_templates_are_found_wherever_they_are_kept(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
-    assert _open(folder).bundle.chat_template is None
+    assert opened(folder).bundle.chat_template is None
     listed = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list"}]
     places = [
         ("tokenizer_config.json", json.dumps({"chat_template": "config"}), "config"),
@@ -146,20 +130,20 @@ def test_templates_are_found_wherever_they_are_kept(tmp_path: Path) -> None:
     ]
     for name, content, expected in places:
         (folder / name).write_text(content)
-        assert _open(folder).bundle.chat_template == expected
+        assert opened(folder).bundle.chat_template == expected
     (folder / "chat_template.jinja").write_text("x" * (1 << 20) + "x")
     with pytest.raises(ModelFileError, match=r"chat_template\.jinja: has 1048577 bytes"):
-        _open(folder)
+        opened(folder)
 
 
 def test_whether_a_beginning_is_added_comes_from_the_tokenizer(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
-    assert _open(folder).bundle.add_bos_token is False
+    assert opened(folder).bundle.add_bos_token is False
     tokenizer = _tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    assert _open(folder).bundle.add_bos_token is True
+    assert opened(folder).bundle.add_bos_token is True
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -171,7 +155,7 @@ def test_a_missing_tokenizer_json_is_made_once(tmp_path: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(ModelFileError, match=r"q_proj\.bias is missing"):
-        _open(folder)
+        opened(folder)
     (cached,) = (tmp_path / "cache").rglob("*.bin")
     tokenizer = Tokenizer.from_buffer(cached.read_bytes()[32:])
     assert tokenizer.encode("abc").ids == [9, 3]
@@ -288,7 +272,7 @@ def test_pickled_weights_are_refused_by_name_and_never_loaded(tmp_path: Path, na
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch marker'\ntR.")
     with pytest.raises(ModelFileError, match=f"{name}: pickled weights"):
-        _open(folder)
+        opened(folder)
     assert not Path("marker").exists()
 
 
@@ -296,7 +280,7 @@ def test_code_of_the_folder_is_refused(tmp_path: Path) -> None:
     folder = _folder(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Model"})
     (folder / "modeling.py").write_text("raise SystemExit('ran')")
     with pytest.raises(ModelFileError, match=r"config\.json: auto_map"):
-        _open(folder)
+        opened(folder)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +303,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message
     folder = _folder(tmp_path)
     (folder / name).write_text(content)
     with pytest.raises(ModelFileError, match=re.escape(message)):
-        _open(folder)
+        opened(folder)
 
 
 def test_tensors_that_are_missing_misshapen_unknown_or_of_another_type_are_named(tmp_path: Path) -> None:
@@ -337,20 +321,20 @@ def test_tensors_that_are_missing_misshapen_unknown_or_of_another_type_are_named
     for tensors, message in changes:
         save_file(tensors, path)
         with pytest.raises(ModelFileError, match=message):
-            _open(folder)
+            opened(folder)
 
 
 def test_several_files_need_an_index(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "a.safetensors")
-    assert _open(folder).spec.num_layers == 2
+    assert opened(folder).spec.num_layers == 2
     (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
     with pytest.raises(ModelFileError, match=r"model\.safetensors\.index\.json is missing"):
-        _open(folder)
+        opened(folder)
     (folder / "a.safetensors").unlink()
     (folder / "b.safetensors").unlink()
     with pytest.raises(ModelFileError, match="there are no safetensors files"):
-        _open(folder)
+        opened(folder)
 
 
 def test_hub_ids_are_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,4 +358,4 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
     folder = _folder(tmp_path)
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(ConfigurationError, match=f"^the folder {folder.name} cannot be read: Permission denied$"):
-        _open(folder)
+        opened(folder)

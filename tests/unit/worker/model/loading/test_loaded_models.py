@@ -10,10 +10,11 @@ import torch
 import transformers
 
 from tests.fakes.weights import make_batch
+from tests.unit.worker.model.loading.checkpoints import opened
 from tests.unit.worker.model.loading.test_hf_folder import SIZES, _tokenizer
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
-from worker.model.loading import ModelFiles, open_model
+from worker.model.loading import ModelFiles
 
 PAGE = 16
 YARN = {"rope_type": "yarn", "rope_theta": 7000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -49,6 +50,6 @@ def test_folders_that_transformers_writes(tmp_path: Path, family: str, changes: 
     ids = torch.randint(0, 20, (40,)).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
-    files = open_model(str(tmp_path / "saved"), tmp_path / "cache")
+    files = opened(tmp_path / "saved")
     assert files.spec.family == family.lower() and files.eos_token_ids == (1,)
     torch.testing.assert_close(_logits(files, ids), expected, atol=1e-4, rtol=1e-4)
