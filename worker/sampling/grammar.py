@@ -208,7 +208,6 @@ class LLGrammars:
         self._num_mask_threads = min(num_threads, _MAX_MASK_THREADS)
         self._executor: LLExecutor | None = None
         self._num_watched = 0
-        self._wide: Words = np.zeros((0, 0), dtype=np.uint32)
         self._cache = _Cache(cache_bytes)
         self._compilations: dict[str, _Compilation] = {}
 
@@ -250,10 +249,8 @@ class LLGrammars:
         matchers = [state for state in states if isinstance(state, Matcher)]
         ahead = ahead or [()] * len(matchers)
         starts = list(accumulate((1 + len(tokens) for tokens in ahead), initial=0))
-        num_rows, width = starts[-1], len(self._vocabulary.ends)
-        if len(self._wide) < num_rows or self._wide.shape[1] != width:
-            self._wide = np.zeros((max(num_rows, 2 * len(self._wide)), width), dtype=np.uint32)
-        wide = self._wide[:num_rows]
+        num_rows = starts[-1]
+        wide: Words = np.empty((num_rows, len(self._vocabulary.ends)), dtype=np.uint32)
         if num_rows < _MANY_MASKS or self._num_mask_threads == 1 or self._num_watched > 0:
             self._num_watched = max(0, self._num_watched - 1)
             for matcher, tokens, at in zip(matchers, ahead, starts):

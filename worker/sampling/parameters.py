@@ -10,7 +10,6 @@ import enum
 import functools
 import math
 import operator
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -64,8 +63,6 @@ class SamplingParameters:
         self._own_index = torch.arange(num_sampled, device=state.device)
         # On the CPU numpy gathers the rows: six torch calls would take a tenth of a small step.
         self._host_words = self._words.numpy() if state.device.type == "cpu" else None
-        no_words = np.zeros((0, SAMPLING_WORDS), dtype=np.int32)
-        self._greedy_inputs = _gather(no_words, torch.zeros(0, dtype=torch.int64), False, False)
 
     def enter(self, new: NewRow) -> list[Change]:
         """Register a new request in its row and return the changes of the state."""
@@ -172,16 +169,10 @@ class SamplingParameters:
         filtered = bool(sampled.features & SamplingFeature.FILTER)
         extended = sampled.by_feature.get(SamplingFeature.EXTENDED)
         if self._host_words is not None:
-            if random:
-                host_words = self._host_words[sampled.rows]
-                if extended is not None:
-                    _disable_filters(torch.from_numpy(host_words), extended.index)
-                inputs = _gather(host_words, sampled.positions, random, filtered)
-            else:
-                inputs = self._greedy(len(sampled.rows))
-            if sampled.mask is not None:
-                inputs = replace(inputs, mask=sampled.mask, mask_rows=sampled.mask_rows)
-            return inputs
+            host_words = self._host_words[sampled.rows]
+            if random and extended is not None:
+                _disable_filters(torch.from_numpy(host_words), extended.index)
+            return _gather(host_words, sampled, random, filtered)
         words, floats, top_p, rows = self._words, self._floats, self._top_p, sampled.device_rows
         if extended is not None:
             words = words.index_select(0, rows)
@@ -205,13 +196,6 @@ class SamplingParameters:
             mask=sampled.mask,
             mask_rows=mask_rows,
         )
-
-    def _greedy(self, num_sampled: int) -> SamplingInputs:
-        """Return inputs of rows without noise, of which only the temperature is read. The last ones are cached."""
-        if len(self._greedy_inputs.temperature) != num_sampled:
-            words = np.zeros((num_sampled, SAMPLING_WORDS), dtype=np.int32)
-            self._greedy_inputs = _gather(words, torch.zeros(num_sampled, dtype=torch.int64), False, False)
-        return self._greedy_inputs
 
 
 def _used_filters(sampling: SamplingParams) -> Feature:
@@ -260,8 +244,8 @@ def _disable_filters(words: torch.Tensor, rows: torch.Tensor) -> None:
     words.view(torch.float64)[:, at.TOP_P // 2].index_fill_(0, rows, 1.0)
 
 
-def _gather(words: Words, positions: torch.Tensor, random: bool, filtered: bool) -> SamplingInputs:
-    """Convert [S, SAMPLING_WORDS] host words to one entry per token."""
+def _gather(words: Words, sampled: SampledRows, random: bool, filtered: bool) -> SamplingInputs:
+    """Convert the [S, SAMPLING_WORDS] host words of the sampled rows to one entry per token."""
     floats = words.view(np.float32)
     integers = words[:, : at.TOP_P + 2].astype(np.int64)
     key = words.view(np.uint32)[:, at.KEY : at.KEY + 2].T.astype(np.int64)
@@ -271,8 +255,10 @@ def _gather(words: Words, positions: torch.Tensor, random: bool, filtered: bool)
         top_p=torch.from_numpy(words.view(np.float64)[:, at.TOP_P // 2]),
         log_min_p=torch.from_numpy(floats[:, at.LOG_MIN_P]),
         key=torch.from_numpy(key),
-        position=positions,
+        position=sampled.positions,
         choice=torch.from_numpy(integers[:, at.CHOICE]),
         any_random=random,
         any_filter=filtered,
+        mask=sampled.mask,
+        mask_rows=sampled.mask_rows,
     )

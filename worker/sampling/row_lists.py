@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,10 +30,8 @@ class RowLists:
     def __init__(self, buffers: StepBuffers) -> None:
         self._layout = layout = buffers.layout
         state, num_rows = buffers.state, layout.max_num_seqs
-        self._num_adjustments: Integers = np.zeros(num_rows, dtype=np.int64)
-        self._num_bad_tokens: Integers = np.zeros(num_rows, dtype=np.int64)
-        self._last_n: Integers = np.zeros(num_rows, dtype=np.int64)
-        self._allowed_length: Integers = np.zeros(num_rows, dtype=np.int64)
+        numbers: Integers = np.zeros((4, num_rows), dtype=np.int64)
+        self._num_adjustments, self._num_bad_tokens, self._last_n, self._allowed_length = numbers
         self._token_ids = layout.token_ids.of(state)
         self._adjustments = layout.adjustments.of(state)
         self._adjustment_values = self._adjustments.view(torch.float32)
@@ -67,21 +66,17 @@ class RowLists:
         return table.at + row * size, np.packbits(flags, bitorder="little").view(np.int32)
 
     def _enter_bad_words(self, new: NewRow) -> Change:
-        """Return the row's bad words, padded with zeros over the remaining words of the previous request."""
+        """Return the change that enters the row's bad words."""
         bad_words = new.sampling.bad_words
         tokens = [(token_id, len(word) - index) for word in bad_words for index, token_id in enumerate(word)]
         width = self._layout.max_bad_word_tokens
         if len(tokens) > width:
             raise ValueError(f"the bad_words of a request have {len(tokens)} tokens; a row holds at most {width}")
-        before = int(self._num_bad_tokens[new.row])
-        words = np.zeros((max(before, len(tokens)), BAD_WORD_WORDS), dtype=np.int32)
-        if tokens:
-            words[: len(tokens)] = tokens
-        self._num_bad_tokens[new.row] = len(tokens)
-        return self._layout.bad_words.at + new.row * width * BAD_WORD_WORDS, words.reshape(-1)
+        words = np.array(tokens, dtype=np.int32).reshape(-1, BAD_WORD_WORDS)
+        return self._replace(self._layout.bad_words, new.row, words, self._num_bad_tokens)
 
     def _enter_adjustments(self, new: NewRow) -> Change:
-        """Return the row's adjustments, padded with zeros over the remaining entries of the previous request."""
+        """Return the change that enters the row's adjustments."""
         sampling, row = new.sampling, new.row
         entries = [(token_id, bias, _FOREVER) for token_id, bias in sampling.logit_bias.items()]
         min_end = new.num_prompt_tokens + sampling.min_tokens
@@ -94,16 +89,19 @@ class RowLists:
             entries += [(token_id, inputs.NO_CUT, min_end) for token_id in sorted(set(sampling.stop_token_ids))]
         if len(entries) > MAX_ADJUSTMENTS:
             raise ValueError(f"a request adjusts {len(entries)} logits; a row holds at most {MAX_ADJUSTMENTS}")
-        before = int(self._num_adjustments[row])
-        words = np.zeros((max(before, len(entries)), ADJUSTMENT_WORDS), dtype=np.int32)
+        words = np.zeros((len(entries), ADJUSTMENT_WORDS), dtype=np.int32)
         if entries:
             ids, values, until = zip(*entries)
-            words[: len(entries), 0] = ids
-            words.view(np.float32)[: len(entries), 1] = values
-            words[: len(entries), 2] = until
-        self._num_adjustments[row] = len(entries)
-        width = self._layout.max_adjustments * ADJUSTMENT_WORDS
-        return self._layout.adjustments.at + row * width, words.reshape(-1)
+            words[:, 0] = ids
+            words.view(np.float32)[:, 1] = values
+            words[:, 2] = until
+        return self._replace(self._layout.adjustments, row, words, self._num_adjustments)
+
+    def _replace(self, table: Field, row: int, words: Words, lengths: Integers) -> Change:
+        """Replace the row's entries, with zeros over the remaining entries of the previous request."""
+        padding = max(0, int(lengths[row]) - len(words))
+        lengths[row] = len(words)
+        return table.at + row * math.prod(table.shape[1:]), np.pad(words, ((0, padding), (0, 0))).reshape(-1)
 
     def adjust_inputs(self, sampled: SampledRows) -> inputs.AdjustInputs:
         """Return the additions to single logits."""
