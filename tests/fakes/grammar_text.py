@@ -26,7 +26,12 @@ def allows(grammar: str | Fragment, text: str, special_ids: Mapping[str, int] | 
 
 def reads(grammar: str | Fragment, text: str, special_ids: Mapping[str, int] | None = None) -> tuple[bool, bool]:
     """Return (True if an accepted text may begin with this one, True if it may end here)."""
-    special_ids = special_ids or {}
+    matcher, _, whole = _begun(grammar, text, special_ids or {})
+    return whole, whole and matcher.is_accepting()
+
+
+def _begun(grammar: str | Fragment, text: str, special_ids: Mapping[str, int]) -> tuple[LLMatcher, LLTokenizer, bool]:
+    """Return a matcher that has read a text, its tokenizer, and True if the grammar allows the text."""
     tokenizer, vocabulary = _tokenizer(tuple(special_ids.items()))
     matcher = LLMatcher(tokenizer, grammar if isinstance(grammar, str) else grammar_source(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -36,8 +41,15 @@ def reads(grammar: str | Fragment, text: str, special_ids: Mapping[str, int] | N
         token = next((token for token in special_ids if rest.startswith(token)), None)
         ids += [special_ids[token]] if token else vocabulary(rest[0])
         rest = rest[len(token) if token else 1 :]
-    whole = matcher.try_consume_tokens(ids) == len(ids)
-    return whole, whole and matcher.is_accepting()
+    return matcher, tokenizer, matcher.try_consume_tokens(ids) == len(ids)
+
+
+def random_continuation(fragment: Fragment, seed: int, beginning: str, special_ids: Mapping[str, int]) -> str:
+    """Return a random text that the grammar allows, with this beginning."""
+    matcher, tokenizer, whole = _begun(fragment, beginning, special_ids)
+    rest = random_text(matcher, tokenizer, random.Random(seed), 3000) if whole else None
+    assert rest is not None, "the text does not end"
+    return beginning + rest
 
 
 def random_text(matcher: LLMatcher, tokenizer: LLTokenizer, rng: random.Random, max_tokens: int) -> str | None:

@@ -141,7 +141,16 @@ class TinyServer(Harness):
             small = tiny_spec(spec.head_dim)
             draft_kv = KVStorage(small, self.kv.num_pages, page_size, torch.float32, device)
             storage.copy_along(draft_kv)
-            draft = self._draft_model(self._decoder(small, draft_seed, device), draft_kv, rows, sampler)
+            draft = DraftModel(
+                self._decoder(small, draft_seed, device),
+                draft_kv,
+                rows,
+                sampler,
+                self.device,
+                vocab_size=VOCAB,
+                draft_vocab_size=VOCAB,
+                max_len=MAX_MODEL_LEN,
+            )
         launch = PlanRunner(self.runner, draft).launch
         self.executor: LocalExecutor = LocalExecutor(launch, self.executor.depth)  # type: ignore[assignment]
 
@@ -152,18 +161,6 @@ class TinyServer(Harness):
             dtype=torch.float32,
             device=device,
             max_model_len=MAX_MODEL_LEN,
-        )
-
-    def _draft_model(self, decoder: Decoder, kv: KVStorage, rows: RequestRows, sampler: Sampler) -> DraftModel:
-        return DraftModel(
-            decoder,
-            kv,
-            rows,
-            sampler,
-            self.device,
-            vocab_size=VOCAB,
-            draft_vocab_size=VOCAB,
-            max_len=MAX_MODEL_LEN,
         )
 
     @property

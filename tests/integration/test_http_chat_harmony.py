@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -48,21 +47,9 @@ def ids(text: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False).ids
 
 
-async def say(directory: Path, text: str, **fields: Any) -> dict[str, Any]:
-    await asyncio.to_thread(directory.mkdir)
-    async with chat_gateway(directory, lambda _: [*ids(text), END], bundle=bundle()) as (gateway, _):
-        return await both(gateway, **fields)
-
-
-async def test_reasoning_and_answer(tmp_path: Path) -> None:
-    answer = await say(tmp_path / "a", THOUGHT + FINAL + "Yes.")
-    assert (answer["reasoning"], answer["content"], answer["finish_reason"]) == ("Let me see.", "Yes.", "stop")
-    answer = await say(tmp_path / "c", THOUGHT + FINAL + "We see.", stop=["see"])
-    assert (answer["reasoning"], answer["content"]) == ("Let me see.", "We ")
-
-
-async def test_a_call(tmp_path: Path) -> None:
-    answer = await say(tmp_path / "a", THOUGHT + CALL, tools=TOOLS)
+async def test_reasoning_and_a_call(tmp_path: Path) -> None:
+    async with chat_gateway(tmp_path, lambda _: [*ids(THOUGHT + CALL), END], bundle=bundle()) as (gateway, _):
+        answer = await both(gateway, tools=TOOLS)
     assert answer["reasoning"] == "Let me see." and answer["content"] == ""
     assert [(call["name"], json.loads(call["arguments"])) for call in answer["calls"]] == [("f", {"a": 1})]
     assert answer["finish_reason"] == "tool_calls"

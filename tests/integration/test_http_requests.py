@@ -71,13 +71,6 @@ async def test_a_whole_answer_is_aborted_by_the_id_of_its_http_request(busy, pat
     assert (await busy.chat())[0] == 200
 
 
-async def test_an_admin_key_aborts_any_request(busy):
-    running = asyncio.create_task(busy.post("/v1/chat/completions", CHAT, **{"X-Request-Id": "theirs"}))
-    await until(lambda: busy.generator.live)
-    assert (await delete(busy, "theirs", ADMIN_KEY))[0] == 200
-    assert (await running)[0] == 400
-
-
 async def test_a_resumable_stream_is_aborted_with_and_without_a_connection(busy):
     body = {**CHAT, "stream": True, "stream_options": {"resumable": True}}
     url = busy.url + "/v1/chat/completions"

@@ -58,17 +58,6 @@ async def test_continuous_usage_has_drafts_from_the_end_of_the_choice(tmp_path: 
     assert shown == [details(0, 0)] * ended + [details(5, 3)] * (len(chunks) - ended)
 
 
-async def test_a_choice_that_ends_at_a_stop_string_has_its_counts(tmp_path: Path) -> None:
-    async with chat_gateway(tmp_path, TEXT, **DRAFTS) as (gateway, _):
-        # The first step gives "The ra", the second "i", the third "n i". An accepted token after the stop string is in
-        # no   completion.
-        for stop, counts in (("The", (1, 4)), ("The ", (2, 3)), (" ra", (3, 2)), ("rai", (3, 3)), ("pain", (5, 3))):
-            body = await ask(gateway, stop=stop)
-            assert body["choices"][0]["message"]["content"] == TEXT[: TEXT.index(stop)]
-            assert body["usage"]["completion_tokens_details"] == {**details(*counts), "reasoning_tokens": 0}
-            assert await usage_of_stream(gateway, stop=stop) == body["usage"]
-
-
 @pytest.mark.parametrize("streams", [False, True])
 async def test_requests_as_the_worker_receives_them(tmp_path: Path, streams: bool) -> None:
     async with chat_gateway(tmp_path, TEXT, speculative_method="ngram") as (gateway, worker):

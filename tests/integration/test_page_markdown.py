@@ -161,21 +161,3 @@ async def test_hostile_answers(gateway, page):
     seen = set(await page.run(f"{DRAW}({json.dumps(texts)})"))
     assert seen <= ELEMENTS | ATTRIBUTES and {"P", "A", "CODE", "TABLE", "hrefhttps:"} <= seen
     no_surprises(page, gateway)
-
-
-async def test_a_long_answer_streams_in_reasonable_time(gateway, page):
-    """A list of 2,000 items is one block; it is redrawn, but not for every piece."""
-    await opened(page, gateway)
-    shown = await page.run("""(async () => {
-        const { Prose } = await import("/page/prose.js");
-        const prose = new Prose(false);
-        document.getElementById("log").append(prose.element);
-        for (let piece = 0; piece < 2000; piece += 1) {
-            prose.append(`- *item* ${piece}\\n`);
-            if (piece % 50 === 0) await new Promise(resolve => setTimeout(resolve));
-        }
-        prose.finish();
-        return prose.element.querySelectorAll("li > p > em").length;
-    })()""")
-    assert shown == 2000
-    no_surprises(page, gateway)

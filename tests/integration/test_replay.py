@@ -42,12 +42,13 @@ async def replay(
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_every_request_gives_one_record_with_tokens_from_usage():
-    server = FakeOpenAIServer(faults={3: "one_frame"})
+async def test_every_request_gives_one_record_with_tokens_from_usage_or_of_frames():
+    server = FakeOpenAIServer(faults={3: "one_frame", 5: "no_usage"})
     result = await run_load(server, 10)
     assert [record.index for record in result.records] == list(range(10))
     assert {record.error for record in result.records} == {None}
     assert {record.output_tokens for record in result.records} == {6}
+    assert sorted(record.tokens_from_usage for record in result.records) == [False] + [True] * 9
     assert sorted(len(record.frame_times) for record in result.records) == [1] + [6] * 9
     assert {record.finish_reason for record in result.records} == {"length"}
     assert set(server.authorizations) == {"Bearer sk-test"}
@@ -72,12 +73,6 @@ async def test_faults_are_distinguished_and_fail_one_request_each():
     assert sorted(record.error for record in failed) == sorted(FAULTS.values())
     assert all(record.message for record in failed)
     assert {record.retry_after for record in failed if record.error.startswith("http")} == {"3"}
-
-
-async def test_a_stream_without_usage_counts_frames():
-    result = await run_load(FakeOpenAIServer(faults={0: "no_usage"}), 2)
-    assert {record.output_tokens for record in result.records} == {6}
-    assert sorted(record.tokens_from_usage for record in result.records) == [False, True]
 
 
 async def test_a_refused_connection_is_an_error():

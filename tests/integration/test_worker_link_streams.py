@@ -87,28 +87,6 @@ async def test_stop_string_cancels_the_worker(directory: Path) -> None:
         assert core.registry.counters.unknown_ids == 0
 
 
-async def test_leaving_a_generation_cancels_it(directory: Path) -> None:
-    async with linked(directory, **ENDLESS, delay=0.002) as (core, worker):
-        async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS, n=2)) as generation:
-            await anext(generation)
-            assert core.admission.num_requests == 1
-        assert core.admission.num_requests == core.admission.num_sequences == 0
-        await until(lambda: worker.num_running == 0)
-        assert len(worker.cancels()) == 1
-
-        # The same if the route is cancelled while it waits.
-        async def consume() -> None:
-            await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
-
-        task = asyncio.create_task(consume())
-        await until(lambda: worker.num_running == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until(lambda: worker.num_running == 0)
-        assert core.admission.num_requests == core.admission.waiting_tokens == 0
-
-
 @pytest.mark.parametrize(
     ("fault", "counter"), [({"skip_sequence": 1}, "sequence_gaps"), ({"wrong_epoch": True}, "wrong_epoch")]
 )
