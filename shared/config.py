@@ -74,8 +74,7 @@ def describe(cls: type[CommonSettings]) -> dict[str, SettingInfo]:
     hints = typing.get_type_hints(cls, include_extras=True)
     described = {}
     for field in dataclasses.fields(cls):
-        metas = get_args(hints[field.name])[1:] if get_origin(hints[field.name]) is typing.Annotated else ()
-        doc = next((meta.description for meta in metas if getattr(meta, "description", None)), "")
+        doc = next((meta.description for meta in get_args(hints[field.name])[1:] if meta.description), "")
         described[field.name] = SettingInfo(field.name, hints[field.name], field.default, doc)
     return described
 
@@ -96,14 +95,17 @@ def load_settings(cls: type[SettingsT], argv: Sequence[str], env: Mapping[str, s
     known = describe(cls)
     flags = _parse_flags(known, argv, prog)
     config = flags.pop("config", None) or env.get("PELTON_CONFIG", "")
-    values: dict[str, Any] = {}
-    if config:
-        values.update(_read_file(known, config))
-    values.update(_read_environment(known, env))
-    for name, raw in flags.items():
-        values[name] = _convert(known[name], raw, known[name].flag, strict=False)
+    values = {
+        **(_read_file(known, config) if config else {}),
+        **_read_environment(known, env),
+        **{name: _convert(known[name], raw, known[name].flag, strict=False) for name, raw in flags.items()},
+    }
     settings = cls(**values)
-    _check_supported(settings)
+    if isinstance(settings, WorkerSettings) and settings.pipeline_parallel_size > 1:
+        raise ConfigurationError(
+            f"--pipeline-parallel-size is {settings.pipeline_parallel_size}; only 1 is supported. Split the layers "
+            "with --tensor-parallel-size instead."
+        )
     return settings
 
 
@@ -218,10 +220,9 @@ def _read_environment(known: Mapping[str, SettingInfo], env: Mapping[str, str]) 
         if variable not in every:
             raise ConfigurationError(f"unknown environment variable {variable}{suggestion(variable, every)}")
         info = known.get(every[variable])
-        if info is None:
-            continue
-        value = _split(raw) if info.repeatable else raw
-        values[info.name] = _convert(info, value, variable, strict=False)
+        if info is not None:
+            value = _split(raw) if info.repeatable else raw
+            values[info.name] = _convert(info, value, variable, strict=False)
     return values
 
 
@@ -246,11 +247,3 @@ def _convert(info: SettingInfo, raw: Any, source: str, *, strict: bool) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigurationError(f"{source}: expected a finite number{got}")
     return value
-
-
-def _check_supported(settings: CommonSettings) -> None:
-    if isinstance(settings, WorkerSettings) and settings.pipeline_parallel_size > 1:
-        raise ConfigurationError(
-            f"--pipeline-parallel-size is {settings.pipeline_parallel_size}; only 1 is supported. Split the layers "
-            "with --tensor-parallel-size instead."
-        )
