@@ -13,7 +13,7 @@ from gateway.text.grammars.json_schema import json_expression
 from gateway.text.tools.format import Tool
 from shared.messages import MAX_GRAMMAR
 from tests.unit.gateway.text.tools.messages import FORMATS, WHOLE_ANSWERS, Found, read
-from tests.unit.gateway.text.tools.vocabulary import accepts, holds, random_text, special_ids
+from tests.unit.gateway.text.tools.vocabulary import SPECIAL_IDS, accepts, holds, random_text
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ def check_calls(found: Found, *, but: tuple[str, ...] = ("price",)) -> None:
 def test_enforced_calls_parse_and_validate(name: str, strict: bool) -> None:
     tools = STRICT if strict else TOOLS
     called = set()
-    fragment = TOOL_FORMATS[name].call_grammar(tools, special_ids(), parallel=False)
+    fragment = TOOL_FORMATS[name].call_grammar(tools, SPECIAL_IDS, parallel=False)
     for seed in range(12):
         found = read_message(name, random_text(fragment, seed))
         assert len(found.calls) == 1 and found.content == ""
@@ -86,7 +86,7 @@ def test_enforced_calls_parse_and_validate(name: str, strict: bool) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_tool_can_be_forced(name: str) -> None:
     for seed, tool in enumerate(TOOLS):
-        fragment = TOOL_FORMATS[name].call_grammar([tool], special_ids(), parallel=False)
+        fragment = TOOL_FORMATS[name].call_grammar([tool], SPECIAL_IDS, parallel=False)
         found = read_message(name, random_text(fragment, seed))
         assert [called for called, _ in found.calls] == [tool.name]
         check_calls(found)
@@ -94,7 +94,7 @@ def test_each_tool_can_be_forced(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_parallel_calls_follow_one_another(name: str) -> None:
-    fragment = TOOL_FORMATS[name].call_grammar(TOOLS, special_ids(), parallel=True)
+    fragment = TOOL_FORMATS[name].call_grammar(TOOLS, SPECIAL_IDS, parallel=True)
     most = 0
     for seed in range(40):
         if seed > 4 and most > 1:
@@ -114,8 +114,8 @@ def test_grammars_accept_rendered_calls(name: str, parallel: bool) -> None:
     form = TOOL_FORMATS[name]
     several: list[tuple[str, dict[str, Any]]] = [("get_weather", {"city": "Oslo", "days": 2}), ("now", {})]
     for tools in (TOOLS, STRICT):
-        fragment = form.call_grammar(tools, special_ids(), parallel=parallel)
-        free = form.free_grammar(tools, special_ids(), parallel=parallel)
+        fragment = form.call_grammar(tools, SPECIAL_IDS, parallel=parallel)
+        free = form.free_grammar(tools, SPECIAL_IDS, parallel=parallel)
         for calls in ([several[0]], [several[1]]):
             text = rendered(name, calls)
             assert accepts(fragment, text) and accepts(free, text), text
@@ -137,11 +137,11 @@ def test_maximum_number_of_tools(name: str) -> None:
     ]
     form = TOOL_FORMATS[name]
     for fragment in (
-        form.call_grammar(tools, special_ids(), parallel=True),
+        form.call_grammar(tools, SPECIAL_IDS, parallel=True),
         form.free_grammar(tools, {}, parallel=False),
     ):
         assert len(grammar_source(fragment)) < MAX_GRAMMAR // 4
-    fragment = form.call_grammar(tools, special_ids(), parallel=True)
+    fragment = form.call_grammar(tools, SPECIAL_IDS, parallel=True)
     for index in (0, 77, 127):
         assert accepts(fragment, rendered(name, [(f"f{index}", {f"x{index}": index})]))
         assert not holds(fragment, rendered(name, [(f"f{index}", {f"x{index}": index + 1})]))
@@ -151,7 +151,7 @@ def test_maximum_number_of_tools(name: str) -> None:
 @pytest.mark.parametrize("tokens", [True, False])
 def test_structured_content_and_calls_are_distinguished(name: str, tokens: bool) -> None:
     """With response_format and tools, the message is either content or calls."""
-    ids = special_ids() if tokens else {}
+    ids = SPECIAL_IDS if tokens else {}
     calls = TOOL_FORMATS[name].call_grammar(TOOLS, ids, parallel=True)
     answer = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}}
     for schema, text in ((answer, '{"name": "Al", "n": 4}'), ({"type": "array", "items": {"type": "integer"}}, "[1]")):
@@ -165,7 +165,7 @@ def test_structured_content_and_calls_are_distinguished(name: str, tokens: bool)
 @pytest.mark.parametrize("name", FORMATS)
 def test_free_text_is_free_until_a_call_begins(name: str) -> None:
     form = TOOL_FORMATS[name]
-    fragment = form.free_grammar(STRICT, special_ids(), parallel=True)
+    fragment = form.free_grammar(STRICT, SPECIAL_IDS, parallel=True)
     opening = "<|channel|>final<|message|>" if name == "harmony" else ""
     for text in ("", "Hello.", "It's { [ ``` 1 } ]\n", '{"names": 1}', "[1, 2]", "getting"):
         assert accepts(fragment, opening + text), text
@@ -188,17 +188,17 @@ def test_free_text_is_free_until_a_call_begins(name: str) -> None:
 def test_without_parallel_calls_the_first_one_ends_the_message(name: str) -> None:
     form = TOOL_FORMATS[name]
     text = rendered(name, [("now", {})])
-    one = form.free_grammar(TOOLS, special_ids(), parallel=False)
+    one = form.free_grammar(TOOLS, SPECIAL_IDS, parallel=False)
     assert accepts(one, text) and not holds(one, text + "\n" + text) and not holds(one, text + " and so on")
     two = rendered(name, [("now", {}), ("now", {})])
-    assert accepts(form.free_grammar(TOOLS, special_ids(), parallel=True), two) is (name != "harmony")
+    assert accepts(form.free_grammar(TOOLS, SPECIAL_IDS, parallel=True), two) is (name != "harmony")
     assert not accepts(one, two)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_in_free_text_parse_and_validate(name: str) -> None:
     form = TOOL_FORMATS[name]
-    fragment = form.free_grammar(STRICT, special_ids(), parallel=False)
+    fragment = form.free_grammar(STRICT, SPECIAL_IDS, parallel=False)
     whole = rendered(name, [("get_all", {"inner": {"class": 'x"]})'}, "nothing": None})])
     # In Python's form, a bracket and the name of a tool begin a call.
     beginning = whole[: whole.index("get_all")] if name != "pythonic" else "[get_all("
@@ -216,10 +216,10 @@ def test_mistral_writes_a_space_or_an_id() -> None:
     ):
         form = TOOL_FORMATS[name]
         for fragment in (
-            form.call_grammar(TOOLS, special_ids(), parallel=True),
-            form.free_grammar(TOOLS, special_ids(), parallel=False),
+            form.call_grammar(TOOLS, SPECIAL_IDS, parallel=True),
+            form.free_grammar(TOOLS, SPECIAL_IDS, parallel=False),
         ):
             assert accepts(fragment, text)
         assert read_message(name, text) == Found("", [("now", "{}")], 1)
-    without = {mark: token_id for mark, token_id in special_ids().items() if mark != "[CALL_ID]"}
+    without = {mark: token_id for mark, token_id in SPECIAL_IDS.items() if mark != "[CALL_ID]"}
     assert not accepts(TOOL_FORMATS["mistral_named"].call_grammar(TOOLS, without, parallel=True), text)

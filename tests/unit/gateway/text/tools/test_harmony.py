@@ -13,7 +13,7 @@ from gateway.text.tools.harmony import ANALYSIS, END, FINAL, OPENING, HarmonySpl
 from tests.fakes.growth import expect_linear
 from tests.unit.gateway.text.tools import templates
 from tests.unit.gateway.text.tools.messages import Found, calls_of
-from tests.unit.gateway.text.tools.vocabulary import accepts, holds, special_ids
+from tests.unit.gateway.text.tools.vocabulary import SPECIAL_IDS, accepts, holds
 
 HARMONY = TOOL_FORMATS["harmony"]
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
@@ -91,9 +91,9 @@ def test_the_format_is_detected() -> None:
 
 def test_one_grammar_of_reasoning_content_and_calls() -> None:
     tools = [Tool(name="f", parameters={"properties": {"a": {"type": "integer"}}})]
-    reasoning = reasoning_fragment(REASONING_FORMATS["harmony"], False, special_ids())
-    calls = HARMONY.call_grammar(tools, special_ids(), parallel=True)
-    answer = final_message(Fragment(json_expression({"enum": ["yes"]}, "response_format")), special_ids())
+    reasoning = reasoning_fragment(REASONING_FORMATS["harmony"], False, SPECIAL_IDS)
+    calls = HARMONY.call_grammar(tools, SPECIAL_IDS, parallel=True)
+    answer = final_message(Fragment(json_expression({"enum": ["yes"]}, "response_format")), SPECIAL_IDS)
     either = any_of([answer.expression, calls.expression])
     fragment = Fragment(f"{reasoning.expression} {either}", (*reasoning.rules, *answer.rules, *calls.rules))
     for before in ("", f"{ANALYSIS}Why.{END}{OPENING}"):
