@@ -96,7 +96,6 @@ class Stream(Protocol):
 
     def on_lost(self, error: WorkerLostError) -> None:
         """Handle the loss of the link. Called once; the link then forgets the stream."""
-        ...
 
 
 @dataclass(slots=True)
@@ -348,9 +347,7 @@ class WorkerLink:
             # Usually this message was the only one. Checking is faster than catching an exception.
             if not self._events() & zmq.POLLIN:
                 return
-        if not self._drain_scheduled and not self.lost:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
+        self._schedule_drain()
 
     def _drain_monitor(self) -> None:
         while not self.lost and self._monitor is not None:

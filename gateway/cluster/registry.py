@@ -211,7 +211,7 @@ class Registry:
             if endpoint not in found and link.facts is None:
                 # The socket of a worker that ended before it sent anything.
                 link.close()
-            elif link.facts is not None and not self._joined(link):
+            else:
                 self._try_to_join(link)
         self._show_wire_errors()
 
@@ -246,13 +246,12 @@ class Registry:
                 if not entry.workers:
                     self._entries.remove(entry)
 
-    def _joined(self, link: WorkerLink) -> bool:
-        return any(link in entry.workers for entry in self._entries)
-
     def _try_to_join(self, link: WorkerLink) -> None:
         """Let a worker join if its pipeline is loaded and its names are free; otherwise the next scan tries again."""
         facts = link.facts
         if facts is None or link.lost or facts.bundle_hash in self._refused or link.endpoint in self._refused:
+            return
+        if any(link in entry.workers for entry in self._entries):
             return
         if not facts.model_names or facts.page_size < 1 or facts.vocab_size < 1:
             self._refuse(link, "its facts are invalid")
@@ -324,8 +323,7 @@ class Registry:
         if self._on_loaded is not None:
             self._on_loaded()
         for link in list(self._links.values()):
-            if link.facts is not None and not self._joined(link):
-                self._try_to_join(link)
+            self._try_to_join(link)
 
     def _drop_idle_pipelines(self) -> None:
         in_use = {link.facts.bundle_hash for link in self._links.values() if link.facts is not None}

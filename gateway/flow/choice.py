@@ -216,8 +216,6 @@ class EmbeddingChoice:
     """The single "choice" of an embedding request, which has no tokens and no text."""
 
     def __init__(self) -> None:
-        self.index = 0
-        self.token_ids: list[int] = []
         self.finished = False
 
     def advance(self, output: Output, vocab_size: int) -> TextDelta:

@@ -77,7 +77,8 @@ class Generator:
         self.write_timeout = write_timeout
         self._metrics = metrics or GatewayMetrics(CollectorRegistry())
         self._measures: dict[str, ModelMeasures] = {}
-        self._discarded_measures = ModelMeasures(GatewayMetrics(CollectorRegistry()), "")
+        # For the parts of a request that is measured as one.
+        self.discarded_measures = ModelMeasures(GatewayMetrics(CollectorRegistry()), "")
         self._numbers = itertools.count(1)
         self.flush_scheduler = FlushScheduler()
 
@@ -92,10 +93,17 @@ class Generator:
             UnavailableError: No worker can take the request.
         """
         try:
-            return self._submit(request)
+            entry, permit = self._enter(request)
+            try:
+                generation = Generation(self, request, entry, permit, self._measure(request, entry))
+                generation.send()
+            except BaseException:
+                permit.release()
+                raise
         except PeltonError as error:
             self._metrics.requests_rejected.labels(error.code or error.type).inc()
             raise
+        return generation
 
     def reserve(
         self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
@@ -112,21 +120,11 @@ class Generator:
         except PeltonError as error:
             self._metrics.requests_rejected.labels(error.code or error.type).inc()
             raise
-        return Reservation(self, entry, permit, self.measure(request, entry))
+        return Reservation(self, entry, permit, self._measure(request, entry))
 
     def room(self) -> tuple[Room, Room]:
         """Return the room of running or waiting sequences, and of waiting prompt tokens."""
         return self._admission.room(_reported(self._everyone()))
-
-    def _submit(self, request: GenerationRequest) -> Generation:
-        entry, permit = self._enter(request)
-        try:
-            generation = Generation(self, request, entry, permit, self.measure(request, entry))
-            generation.send()
-        except BaseException:
-            permit.release()
-            raise
-        return generation
 
     def _enter(
         self, request: GenerationRequest, num_sequences: int | None = None, num_tokens: int | None = None
@@ -137,17 +135,13 @@ class Generator:
         check_context(request, entry.facts)
         if not entry.ready_workers():
             raise UnavailableError("No worker of the model answers at the moment. Try again later.")
-        if num_sequences is None:
-            num_sequences = request.n
-        if num_tokens is None:
-            num_tokens = len(request.prompt_token_ids)
-        return entry, self._admit(num_sequences, num_tokens)
-
-    def _admit(self, num_sequences: int, num_tokens: int) -> Permit:
-        """Admit a request; the limits hold over all models."""
-        everyone = self._everyone()
+        everyone = self._everyone()  # the limits hold over all models
         try:
-            return self._admission.admit(_reported(everyone), num_sequences=num_sequences, num_tokens=num_tokens)
+            return entry, self._admission.admit(
+                _reported(everyone),
+                num_sequences=num_sequences or request.n,
+                num_tokens=num_tokens or len(request.prompt_token_ids),
+            )
         except RateLimitError:
             for worker in everyone:
                 if worker.foreign_sequences or worker.foreign_tokens:
@@ -157,16 +151,11 @@ class Generator:
     def _everyone(self) -> list[WorkerLink]:
         return [worker for one in self._models.models() for worker in one.ready_workers()]
 
-    def measure(self, request: GenerationRequest, entry: ModelEntry) -> Measure:
-        """Return the timer of a request."""
+    def _measure(self, request: GenerationRequest, entry: ModelEntry) -> Measure:
         name = entry.facts.model_names[0]
         if name not in self._measures:
             self._measures[name] = ModelMeasures(self._metrics, name)
         return Measure(self._measures[name], request.arrival, request.n)
-
-    def unmeasured(self, request: GenerationRequest) -> Measure:
-        """Return a timer that counts nothing, for the parts of a request that is measured as one."""
-        return Measure(self._discarded_measures, request.arrival, request.n)
 
     def dispatch(self, request: GenerationRequest, entry: ModelEntry, stream: Stream) -> tuple[WorkerLink, str]:
         """Send a request to the best worker that accepts it; return the link and the request's id there.
@@ -254,14 +243,6 @@ class Generation(RunningRequest):
         self._outbox.close()
         if self._permit is not None:
             self._permit.release()
-
-    @property
-    def emitted_token_ids(self) -> list[list[int]]:
-        """Ids that have arrived from workers, per choice.
-
-        Together with the prompt's ids they suffice to resume the request.
-        """
-        return [choice.token_ids for choice in self._choices]
 
     def send(self) -> None:
         """Send the request to a worker. Raises UnavailableError."""
@@ -372,7 +353,8 @@ class Reservation:
     def submit(self, part: GenerationRequest) -> Generation:
         """Send a part; enter the result at once. Raises the errors of Generator.submit except those of the limits."""
         generator, entry = self._generator, self._entry
-        generation = Generation(generator, part, entry, None, generator.unmeasured(part))
+        measure = Measure(generator.discarded_measures, part.arrival, part.n)
+        generation = Generation(generator, part, entry, None, measure)
         generation.send()
         if not self._sent:
             self._sent = True

@@ -74,11 +74,9 @@ class Receiver(Protocol):
 
     def ready(self) -> bool:
         """Return True if it can take deltas now."""
-        ...
 
     def receive(self, deltas: Sequence[TextDelta]) -> None:
         """Take deltas. Exceptions are raised to the waiting consumer."""
-        ...
 
 
 class FlushScheduler:

@@ -30,7 +30,6 @@ class Load(Protocol):
     @property
     def waiting_tokens(self) -> int:
         """Number of prompt tokens sent to it and not yet computed."""
-        ...
 
     @property
     def num_sequences(self) -> int:
@@ -39,7 +38,6 @@ class Load(Protocol):
     @property
     def name(self) -> str:
         """Name that stays the same when the worker is restarted."""
-        ...
 
 
 _W = TypeVar("_W", bound=Load)

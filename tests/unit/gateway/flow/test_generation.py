@@ -177,7 +177,6 @@ async def test_a_request_with_output_does_not_move() -> None:
         assert (await anext(generation)).token_ids == [70]
         with pytest.raises(WorkerLostError):
             await anext(generation)
-        assert generation.emitted_token_ids == [[70]]
 
 
 async def test_a_worker_that_refuses_is_passed_over() -> None:
