@@ -179,12 +179,9 @@ class FakeGeneration:
 class FakeReservation:
     """Reservation for a request in parts, which records how it ended."""
 
-    def __init__(
-        self, owner: FakeGenerator, request: GenerationRequest, num_sequences: int | None, num_tokens: int | None
-    ) -> None:
+    def __init__(self, owner: FakeGenerator, request: GenerationRequest) -> None:
         self._owner = owner
         self.request = request
-        self.num_sequences, self.num_tokens = num_sequences, num_tokens
         self.outcome: Exception | Sequence[TextDelta] | None = None
         self.begun = self.closed = False
 
@@ -238,7 +235,7 @@ class FakeGenerator:
     ) -> FakeReservation:
         if self.submit_error is not None:
             raise self.submit_error
-        self.reservations.append(FakeReservation(self, request, num_sequences, num_tokens))
+        self.reservations.append(FakeReservation(self, request))
         return self.reservations[-1]
 
     def submit(self, request: GenerationRequest) -> FakeGeneration:

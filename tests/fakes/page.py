@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
 
 from tests.fakes.browser import Page
+from tests.fakes.http_gateway import Gateway
+from tests.fakes.prepared_server import PreparedServer
 
 _SHOTS = os.environ.get("PAGE_SCREENSHOTS")
 
 
-class Server(Protocol):
-    """Server of the page."""
-
-    @property
-    def url(self) -> str:
-        """Base URL without a path."""
-
-
-async def opened(page: Page, gateway: Server) -> None:
+async def opened(page: Page, gateway: Gateway | PreparedServer) -> None:
     """Open the page and wait until its first requests are finished."""
     await page.open(gateway.url + "/")
     await page.until("document.getElementById('version').textContent")
@@ -48,7 +41,7 @@ async def shot(page: Page, name: str, *, narrow: bool = False) -> None:
         await page.screenshot(Path(_SHOTS) / f"{name}{'-narrow' if narrow else ''}-{scheme}.png")
 
 
-def no_surprises(page: Page, gateway: Server, *expected: str) -> None:
+def no_surprises(page: Page, gateway: Gateway | PreparedServer, *expected: str) -> None:
     """Check that the page asked no other server and that the console has only expected errors."""
     assert {url.split("/")[2] for url in page.urls} == {gateway.url.split("/")[2]}
     assert [problem for problem in page.problems if not any(words in problem for words in expected)] == []

@@ -134,8 +134,7 @@ class TinyServer(Harness):
         )
         rows.sampling._host_words = None  # the sampling op then receives the tables, as on a GPU
         sampler = Sampler(rows.sampling, sampling_ops or SamplingOps(), SpeculativeOps(), rejection=rejection)
-        decoder = self._decoder(spec, 0, device)
-        self.runner = ModelRunner(decoder, storage, rows, sampler, self.device)
+        self.runner = ModelRunner(self._decoder(spec, 0, device), storage, rows, sampler, self.device)
         draft = None
         if speculation is not None and speculation.draft_len:
             small = tiny_spec(spec.head_dim)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.numba_cache import CACHE
 from tests.fakes.tiny_model import write_tiny_model
-from tests.integration.test_worker_process import CACHE
 from worker.model.loading import default_model_path
 
 

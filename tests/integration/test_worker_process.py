@@ -38,13 +38,13 @@ from shared.messages import (
     encode_message,
 )
 from shared.sampling_params import SamplingParams
+from tests.fakes.numba_cache import CACHE
 from tests.fakes.processes import alive, children, refusals
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
 from tests.fakes.tokenizers import characters_json
 
 PATIENCE_SECONDS = 100.0
 LONG_CONTEXT = 131_072
-CACHE = Path(__file__).parents[2] / ".pytest_cache" / "numba"
 
 
 class Process:
