@@ -40,7 +40,8 @@ def bench(monkeypatch):
     spec = dataclasses.replace(SPEC, vocab_size=6000)
     files = dataclasses.replace(tiny_files(), spec=spec, weights=RandomWeights(spec))
     arguments = ["--rows", "1", "3", "--prefill", "20", "--context", "40", "--seconds", "0.02", "--dtype", "float32",
-                 "--host-counts", "2", "16", "--host-steps", "3", "--prefix-rounds", "1"]  # fmt: skip
+                 "--host-counts", "2", "16", "--host-steps", "3", "--prefix-rounds", "1", "--speculation-rounds", "1",
+                 "--kv-cache-dtype", "float32", "--speculation-loads", "predict", "chat16"]  # fmt: skip
     monkeypatch.setattr(ceiling, "measure", lambda seconds: MACHINE)
     monkeypatch.setattr(engine, "EMPTY_LOAD", engine_prefix.Load(2, 3, prompt=40, output=4))
     monkeypatch.setattr(engine, "SHARED_LOAD", engine_prefix.Load(2, 4, prompt=160, output=4))
@@ -269,14 +270,9 @@ def test_acceptance_by_position_is_share_of_verifications():
     assert by_position(counters) == "1.00 0.50"
 
 
-def test_speculation_part_runs_with_and_without_drafts(monkeypatch, capsys):
-    spec = dataclasses.replace(SPEC, vocab_size=6000)
-    files = dataclasses.replace(tiny_files(), spec=spec, weights=RandomWeights(spec))
+def test_speculation_part_runs_with_and_without_drafts(bench, monkeypatch, capsys):
     monkeypatch.setattr(engine_speculation, "OUTPUT", 6)
     monkeypatch.setattr(engine_speculation, "WARM_UPS", 1)
-    arguments = ["--dtype", "float32", "--kv-cache-dtype", "float32", "--speculation-rounds", "1"]
-    arguments += ["--speculation-loads", "predict", "chat16"]
-    bench = engine.Bench(engine.parser().parse_args(arguments), files)
     entries = bench.speculation()
     assert [entry["load"] for entry in entries] == ["predict", "chat16"]
     for entry in entries:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text import stop_regex
 from gateway.text.stop_regex import MAX_STATES, MAX_TRANSITIONS, RegexScanner, StopRegexes, check_stop_regexes
 from shared.errors import InvalidRequestError
 from tests.fakes.growth import expect_linear
@@ -127,18 +126,3 @@ def test_numbers_and_lengths_are_bounded():
     with pytest.raises(InvalidRequestError, match=str(MAX_STATES)):
         check_stop_regexes("a", ["b" * 600])
     assert check_stop_regexes(None, ("x",)) == () and check_stop_regexes("a", ()) == ("a",)
-
-
-def test_the_private_parser_of_re_has_the_known_form():
-    op = stop_regex.op
-    parsed = stop_regex._parser.parse(r"(?i:ab|[b-d\d])+?^x{2,3}$\b[^e].")
-    (repeat, (least, most, inner)), start, (_, bounds), end, boundary, negated, any_char = parsed
-    assert (repeat, least, most) == (op.MIN_REPEAT, 1, op.MAXREPEAT) and parsed.state.flags == re.UNICODE
-    ((group, (_, added, removed, (branch,))),) = inner
-    assert (group, added, removed) == (op.SUBPATTERN, re.IGNORECASE, 0)
-    assert branch[0] is op.BRANCH and list(branch[1][1][0]) == [(op.LITERAL, ord("a")), (op.LITERAL, ord("b"))]
-    assert list(branch[1][1][1]) == [(op.IN, [(op.RANGE, (98, 100)), (op.CATEGORY, op.CATEGORY_DIGIT)])]
-    assert bounds[:2] == (2, 3) and [start, end, boundary] == [
-        (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END), (op.AT, op.AT_BOUNDARY)
-    ]  # fmt: skip
-    assert [negated, any_char] == [(op.NOT_LITERAL, ord("e")), (op.ANY, None)]

@@ -78,7 +78,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 CLOSED = {**SCHEMA, "additionalProperties": False}
 CLOSE = "disable_additional_properties"
 TAG = {"format": {"type": "regex", "pattern": "x"}}
-STRUCTURES = {"triggers": ["<"], "structures": [{"begin": "<a>", "schema": {}, "end": "!"}]}
+STRUCTURES = {"triggers": ["<"], "structures": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "!"}]}
 
 DEEP = (200, *range(980, 990), 5000)
 """Depths, some of which can be parsed but not traversed."""
@@ -112,7 +112,7 @@ def json_schema(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
         ({"structured_outputs": {"structural_tag": {"type": "structural_tag", **TAG}}}, ["x"], ["y"]),
         ({"structured_outputs": {"structural_tag": '{"format": {"type": "regex", "pattern": "x"}}'}}, ["x"], ["y"]),
         ({"response_format": {"type": "structural_tag", **TAG}}, ["x"], ["y"]),
-        ({"response_format": {"type": "structural_tag", **STRUCTURES}}, ["hm <a>5!"], ["<b>"]),
+        ({"response_format": {"type": "structural_tag", **STRUCTURES}}, ["hm <a>5! so"], ["<b>", "<a>x!"]),
     ],
 )
 def test_structured_output_accepts_and_rejects(fields, good, bad):

@@ -121,34 +121,26 @@ def test_digits_are_bounded(schema, number, longest):
     assert reads(source, number[: longest + 1])[0] is False
 
 
-@pytest.mark.parametrize(
-    "schema", [{"type": "object"}, {}, {"type": "array"}, {"type": "object", "properties": {"a": {}}}]
-)
-def test_digits_of_unconstrained_values_are_bounded(schema):
-    opening = '[{"b":[' if schema.get("type") == "array" else '{"a":{"b":['
-    assert reads(grammar(schema), opening + "1" * 15)[0]
-    assert not reads(grammar(schema), opening + "1" * 16)[0]
+TIMES = {"time": '"20:00:00.', "date-time": '"2020-01-01T20:00:00.', "duration": '"P'}
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "good", "bad"),
     [
-        {"type": "object", "properties": {"a": {"type": "integer"}}},
-        {
-            "type": "object",
-            "patternProperties": {"^a": {"type": "integer"}},
-            "additionalProperties": {"type": "string"},
-        },
+        # Digits of unconstrained values and of times.
+        *(
+            (schema, '{"a":{"b":[' + "1" * 15, '{"a":{"b":[' + "1" * 16)
+            for schema in ({"type": "object"}, {}, {"type": "object", "properties": {"a": {}}})
+        ),
+        ({"type": "array"}, '[{"b":[' + "1" * 15, '[{"b":[' + "1" * 16),
+        *(({"type": "string", "format": format}, text, text + "1" * 100) for format, text in TIMES.items()),
+        # Escaped names cannot evade their schema.
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, '{"b\\n":', '{"\\u0061":'),
+        ({"patternProperties": {"^a": {"type": "integer"}}, "type": "object"}, '{"b\\n":', '{"\\u0061":'),
     ],
 )
-def test_escaped_names_cannot_evade_their_schema(schema):
-    assert not reads(grammar(schema), '{"\\u0061":')[0] and reads(grammar(schema), '{"b\\n":')[0]
-
-
-@pytest.mark.parametrize("format", ["time", "date-time", "duration"])
-def test_digits_of_times_are_bounded(format):
-    begin = {"time": '"20:00:00.', "date-time": '"2020-01-01T20:00:00.', "duration": '"P'}[format]
-    assert not reads(grammar({"type": "string", "format": format}), begin + "1" * 100)[0]
+def test_beginnings_of_texts(schema, good, bad):
+    assert reads(grammar(schema), good)[0] and not reads(grammar(schema), bad)[0]
 
 
 def test_annotations_are_left_out_and_properties_of_their_names_are_not():

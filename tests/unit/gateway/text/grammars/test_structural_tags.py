@@ -99,12 +99,6 @@ def test_what_is_allowed(value, good, bad):
     assert [text for text in bad if allows(fragment, text, SPECIAL)] == []
 
 
-def test_the_older_form():
-    value = {"structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f="]}
-    fragment = fragment_of(value, "p", {})
-    assert allows(fragment, "so <f=a>5</f> there") and not allows(fragment, "so <f=a>x</f>")
-
-
 @pytest.mark.parametrize(
     ("value", "place"),
     [
