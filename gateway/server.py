@@ -48,7 +48,7 @@ class HttpProtocol(ConnectionProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse surplus connections and start the timer for the first request."""
         super().connection_made(transport)
-        if self._server.is_overfull:
+        if self._server.num_connections > self._server.max_connections:
             error = UnavailableError("The server has too many connections. Try again later.")
             self._answer_and_close("503 Service Unavailable", error_object(error), "Retry-After: 1\r\n")
         else:
@@ -169,12 +169,7 @@ class HttpServer(ProtocolServer):
     def __init__(self, server: web.Server, *, max_connections: int, **timeouts: float) -> None:
         super().__init__(server)
         self._timeouts = timeouts
-        self._max_connections = max_connections
-
-    @property
-    def is_overfull(self) -> bool:
-        """True if there are more connections than allowed."""
-        return self.num_connections > self._max_connections
+        self.max_connections = max_connections
 
     def __call__(self) -> HttpProtocol:
         """Return a protocol for a new connection."""

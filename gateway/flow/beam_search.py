@@ -137,7 +137,10 @@ class BeamSearch(RunningRequest):
             except PeltonError as error:
                 self._room.fail(error)
                 raise
-            self._results = deque(self._deltas())
+            found = self._state.finished[: self._params.num_returned]
+            if len(found) < self._params.num_returned:
+                raise InternalError("Beam search found fewer hypotheses than requested.")
+            self._results = deque(self._delta(index, beam) for index, beam in enumerate(found))
             self._room.complete(list(self._results))
         if not self._results:
             raise StopAsyncIteration
@@ -197,12 +200,6 @@ class BeamSearch(RunningRequest):
         if report is None:
             raise InternalError("The worker ended a step of beam search without a token.")
         return report
-
-    def _deltas(self) -> list[TextDelta]:
-        found = self._state.finished[: self._params.num_returned]
-        if len(found) < self._params.num_returned:
-            raise InternalError("Beam search found fewer hypotheses than requested.")
-        return [self._delta(index, beam) for index, beam in enumerate(found)]
 
     def _delta(self, index: int, beam: Beam) -> TextDelta:
         """Return the delta of a hypothesis, as if a worker had sent it in one piece."""
