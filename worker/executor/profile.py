@@ -56,11 +56,10 @@ def measure_step(
     Raises:
         ConfigurationError: The step does not fit; the message names a size that fits.
     """
-    plan = KVPlan(num_pages=1, max_model_len=max_model_len)
 
     def run(num_tokens: int) -> int:
         first, decode = profile_plans(settings, max_model_len, num_groups, num_tokens)
-        execute = make_execute(plan)
+        execute = make_execute(KVPlan(num_pages=1, max_model_len=max_model_len))
         execute(first)
         if draft_max_len:
             execute(drafting_plan(settings, first, draft_max_len))
@@ -83,20 +82,26 @@ def measure_step(
         problem = str(error)
     # Outside the handler, because the traceback keeps the tensors of the failed step alive.
     remedy = "Lower --max-num-batched-tokens or --max-num-seqs, or raise --tensor-parallel-size"
-    num_tokens = settings.max_num_batched_tokens // 2
     # Other ranks would wait in a collective of the failed step.
-    while settings.tensor_parallel_size == 1 and num_tokens >= _MIN_TOKENS:
-        device.release_cached()
-        with contextlib.suppress(OutOfMemory):
-            run(num_tokens)
-            remedy = f"Set --max-num-batched-tokens to {num_tokens} or less"
-            break
-        num_tokens //= 2
+    if settings.tensor_parallel_size == 1 and (fits := _largest_that_fits(device, settings, run)):
+        remedy = f"Set --max-num-batched-tokens to {fits} or less"
     raise ConfigurationError(
         f"a step of --max-num-batched-tokens {settings.max_num_batched_tokens} for --max-num-seqs "
         f"{settings.max_num_seqs} requests does not fit in the GPU's memory together with the weights. {remedy} "
         f"({problem.splitlines()[0]})"
     )
+
+
+def _largest_that_fits(device: Device, settings: WorkerSettings, run: Callable[[int], int]) -> int:
+    """Return the largest number of tokens, halved until a step fits; 0 if none does."""
+    num_tokens = settings.max_num_batched_tokens // 2
+    while num_tokens >= _MIN_TOKENS:
+        device.release_cached()
+        with contextlib.suppress(OutOfMemory):
+            run(num_tokens)
+            return num_tokens
+        num_tokens //= 2
+    return 0
 
 
 def profile_plans(
