@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from gateway.cluster.registry import Registry
 from gateway.text.pipeline import TextThreads
 from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.gateway_core import until
 
 
 async def test_a_model_that_was_loaded_is_told_of_once_before_its_workers_join(tmp_path: Path):
@@ -22,10 +22,7 @@ async def test_a_model_that_was_loaded_is_told_of_once_before_its_workers_join(t
     with FakeWorker(tmp_path), FakeWorker(tmp_path, index=1):
         await registry.start()
         try:
-            for _ in range(3000):
-                if sum(len(entry.workers) for entry in registry.models()) == 2:
-                    break
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(len(entry.workers) for entry in registry.models()) == 2)
         finally:
             await registry.close()
             threads.close()

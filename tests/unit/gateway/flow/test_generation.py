@@ -28,22 +28,10 @@ from shared.errors import (
     WorkerLostError,
 )
 from shared.log import bind_request_id
-from shared.messages import Finish, FinishReason, Output, Submit, WorkerFacts, WorkerStats
+from shared.messages import Finish, FinishReason, Output, Submit, WorkerStats
+from tests.fakes.fake_generator import facts
 from tests.fakes.gateway_core import collect, make_request
 from tests.fakes.tokenizers import byte_level_json
-
-FACTS = WorkerFacts(
-    model_names=["fake"],
-    max_model_len=1000,
-    num_pages=100,
-    page_size=16,
-    max_num_seqs=8,
-    max_num_batched_tokens=512,
-    vocab_size=512,
-    eos_token_ids=[2],
-    model_hash="m",
-    bundle_hash="b",
-)
 
 
 class Link:
@@ -86,7 +74,9 @@ class World:
         table = build_token_bytes(json.loads(byte_level_json()), Tokenizer.from_buffer(byte_level_json()).get_vocab())
         self.links = [Link() for _ in range(num_links)]
         pipeline = SimpleNamespace(detokenizer=lambda **options: Detokenizer(table, **options))
-        entry: Any = SimpleNamespace(facts=FACTS, pipeline=pipeline, ready_workers=lambda: list(self.links))
+        entry: Any = SimpleNamespace(
+            facts=facts(vocab_size=512), pipeline=pipeline, ready_workers=lambda: list(self.links)
+        )
         models: Any = SimpleNamespace(model=lambda name: entry, models=lambda: [entry])
         self.admission = Admission(max_waiting_requests=9, max_waiting_tokens=9999, clock=time.monotonic)
         self.generator = Generator(

@@ -125,10 +125,6 @@ def test_a_conversation_with_calls_is_rendered(name: str) -> None:
         assert order == sorted(order)
     # Templates render calls as the model should write them.
     assert "\\u" not in text and '"{' not in text
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_conversations_without_tools_show_none(name: str) -> None:
     for request in (None, wanted("none", callable=())):
         text = rendered(name, HISTORY[-1:], request)
         assert "Thanks!" in text and "get_weather" not in text
