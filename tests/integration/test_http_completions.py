@@ -29,30 +29,6 @@ async def test_prompt_forms(gateway, prompt, ids):
     assert len({request.request_id for request in gateway.generator.requests}) == len(ids)
 
 
-async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(gateway):
-    # 52
-    def script(request):
-        return spell("".join(map(chr, request.prompt_token_ids)))(request)
-
-    gateway.generator.script = script
-    _, body, _ = await gateway.complete(prompt=["a", "bb"], n=2)
-    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
-        (0, "a"),
-        (1, "a"),
-        (2, "bb"),
-        (3, "bb"),
-    ]
-    assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 6
-    events = await gateway.stream_complete(prompt=["a", "bb"], n=2, stream_options={"include_usage": True})
-    texts, reasons = [""] * 4, [0] * 4
-    for event in events[:-2]:
-        (choice,) = event["choices"]
-        texts[choice["index"]] += choice["text"]
-        reasons[choice["index"]] += choice["finish_reason"] is not None
-    assert texts == ["a", "a", "bb", "bb"] and reasons == [1] * 4
-    assert events.count("[DONE]") == 1 and events[-2]["usage"] == body["usage"]
-
-
 async def test_one_failing_prompt_fails_the_request_and_cancels_the_others(gateway):
     def script(request):
         return [TextDelta(0, "x", [1]), WorkerLostError("gone") if request.prompt_token_ids == [97] else 60.0]
