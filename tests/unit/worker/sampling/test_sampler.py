@@ -1,39 +1,44 @@
 """Sampling parameters of single rows."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.kernels.test_extended import model
 from tests.unit.worker.sampling.helpers import SmallSampler, assert_distribution, logits_like
 from worker.plan import ScheduledTokens, StepPlan
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "spread"),
     [
-        {"temperature": 1.0},
-        {"temperature": 0.5},
-        {"temperature": 1.7},
-        {"temperature": 1.0, "top_k": 7},
-        {"temperature": 0.8, "top_p": 0.8},
-        {"temperature": 1.2, "min_p": 0.08},
-        {"temperature": 1.2, "min_p": 0.02, "top_k": 12, "top_p": 0.9},
+        ({"temperature": 1.0}, 1.5),
+        ({"temperature": 0.5}, 1.5),
+        ({"temperature": 1.7}, 1.5),
+        ({"temperature": 1.0, "top_k": 7}, 1.5),
+        ({"temperature": 0.8, "top_p": 0.8}, 1.5),
+        ({"temperature": 1.2, "min_p": 0.08}, 1.5),
+        ({"temperature": 1.2, "min_p": 0.02, "top_k": 12, "top_p": 0.9}, 1.5),
+        ({"temperature": 0.9, "typical_p": 0.6}, 1.5),
+        ({"temperature": 1.0, "xtc_probability": 0.3, "xtc_threshold": 0.04}, 1.5),
+        ({"temperature": 1.0, "dynatemp_range": 0.6, "dynatemp_exponent": 1.5}, 0.3),
+        ({"temperature": 1.0, "dynatemp_range": 0.6, "dynatemp_exponent": 1.5}, 3.0),
+        ({"temperature": 1.3, "top_n_sigma": 1.2}, 1.5),
     ],
     ids=str,
 )
-def test_tokens_are_distributed_as_the_filtered_softmax(sampling, ops):
-    row = logits_like(3, spread=1.5)
-    probabilities = torch.softmax(row[0].double() / sampling["temperature"], dim=0).numpy()
-    order = np.argsort(-probabilities, kind="stable")
-    kept = probabilities[order] >= sampling.get("min_p", 0.0) * probabilities.max()
-    kept &= np.arange(40) < sampling.get("top_k", 40)
-    mass = np.where(kept, probabilities[order], 0.0)
-    before = np.cumsum(mass) - mass
-    kept &= before < sampling.get("top_p", 1.1) * mass.sum()
+def test_tokens_have_the_distribution_of_their_parameters(sampling, spread, ops):
+    row = logits_like(3, spread=spread)
     expected = np.zeros(40)
-    expected[order[kept]] = probabilities[order[kept]]
+    probability = sampling.get("xtc_probability", 0.0)
+    for coin, share in ((0.0, probability), (1.0, 1 - probability)):
+        kept, _ = model(row[0].tolist(), sampling, coin)
+        weights = {token: math.exp(logit) for token, logit in kept.items()}
+        for token, weight in weights.items():
+            expected[token] += share * weight / sum(weights.values())
     assert_distribution(ops, row, expected, **sampling)
 
 
@@ -141,3 +146,17 @@ def test_only_tokens_of_the_mask_are_sampled(ops, by_index):
 def test_an_empty_batch(ops):
     small = SmallSampler(ops=ops)
     assert small.ids(torch.zeros(0, 40), np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64).tolist()) == []
+
+
+def test_the_sampler_reports_raw_log_probabilities_of_selected_rows():
+    small = SmallSampler()
+    small.add(0, temperature=0.0)
+    small.add(1, temperature=0.3, top_k=1, logit_bias={4: 100.0}, logprobs=2)
+    small.add(2, temperature=0.0, frequency_penalty=2.0, logprobs=0)
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    tokens = small.sample(logits, [0, 1, 2], [3, 3, 3])
+    ids, logprobs = tokens.token_ids, tokens.logprobs
+    assert logprobs is not None and logprobs.token_ids.tolist() == ids[1:].tolist()
+    raw = torch.log_softmax(logits, dim=-1)
+    assert ids[1] == 4
+    assert logprobs.logprobs[0].item() == pytest.approx(raw[1, 4].item(), abs=1e-5)

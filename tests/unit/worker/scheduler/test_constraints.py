@@ -221,32 +221,25 @@ def test_allowed_ids_and_bad_words_restrict_the_grammar():
     assert (bench.finish("words").code, bench.finish("words").param) == ("invalid_request", "bad_words")
 
 
-def test_grammar_failure_during_decoding_fails_only_its_request():
+@pytest.mark.parametrize("mask_fails", [True, False], ids=["mask fails", "token rejected"])
+def test_grammar_failure_during_decoding_fails_only_its_request(mask_fails):
     bench = Bench()
     bench.add("a")
     bench.add("b", prompt=[50, 51])
     bench.harness.step()
-    bench.harness.step()
-    bench.grammars.states[0].error = "it needs too many states"
-    bench.grammars.states[0].length = len(bench.grammars.states[0].taken) + 1  # forces the mask to be inspected
-    bench.grammars.states[0].modulus = 1000
-    bench.harness.drain()
-    assert bench.finish("a").code == "invalid_grammar"
-    assert bench.finish("b") == Finish(FinishReason.STOP)
-
-
-def test_rejected_token_fails_only_its_request():
-    bench = Bench()
-    bench.add("a")
-    bench.add("b", prompt=[50, 51])
-    bench.harness.step()
-    bench.grammars.states[0].modulus = 4  # simulates a different mask
-    bench.grammars.states[0].taken = [1]
-    plan = bench.scheduler.schedule()
-    assert plan is not None
-    bench.grammars.states[0].taken = [1, 2, 3]
-    handle = bench.harness.executor.submit(plan)
-    bench.scheduler.apply(plan, handle.result(), 1.0)
+    state = bench.grammars.states[0]
+    if mask_fails:
+        bench.harness.step()
+        state.error = "it needs too many states"
+        state.length = len(state.taken) + 1  # forces the mask to be inspected
+        state.modulus = 1000
+    else:
+        state.modulus = 4  # simulates a different mask
+        state.taken = [1]
+        plan = bench.scheduler.schedule()
+        assert plan is not None
+        state.taken = [1, 2, 3]
+        bench.scheduler.apply(plan, bench.harness.executor.submit(plan).result(), 1.0)
     bench.harness.drain()
     assert bench.finish("a").code == "invalid_grammar"
     assert bench.finish("b") == Finish(FinishReason.STOP)

@@ -126,19 +126,6 @@ def test_non_finite_embedding_fails_alone_and_caches_no_pages(place, pooling, de
     assert harness.outputs["again", 0][0].num_cached_tokens == 0
 
 
-def test_abort_between_chunks_frees_everything(pooling, depth):
-    harness = Harness(depth=depth, max_num_batched_tokens=16)
-    harness.add(make_submit("a", PROMPT, pooling=pooling))
-    harness.step()
-    harness.step()
-    harness.abort("a")
-    (output,) = harness.outputs["a", 0]
-    assert output.finish.reason is FinishReason.ABORT and output.embedding is None
-    again = make_submit("b", PROMPT, pooling=pooling)
-    harness.run(again)
-    expect_embedding(harness, again)
-
-
 def test_embeddings_ignore_sampling_parameters_and_drafts(pooling):
     """Check that sampling parameters on an embedding request change no row and no mask."""
     harness = Harness(speculation=SpeculationConfig(look_up=True, draft_len=96, max_drafts=4))

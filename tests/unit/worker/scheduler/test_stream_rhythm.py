@@ -51,8 +51,8 @@ class Machine:
         return ms * rng.uniform(1 - self.noise, 1 + self.noise)
 
 
-def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[float], float]:
-    """Return the intervals between the streams' tokens while prompts are read, in ms, and the reading time."""
+def _read_beside_streams(machine: Machine, depth: int, seed: int) -> list[float]:
+    """Return the intervals between the streams' tokens while prompts are read, in ms."""
     rng = random.Random(seed)
     kv = KVManager(num_pages=20_000, page_size=16, enable_prefix_caching=False)
     config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
@@ -61,7 +61,7 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
     streams = [f"stream{index}" for index in range(machine.num_streams)]
     for index, name in enumerate(streams):
         scheduler.add(make_submit(name, [5 + index] * 20, sampling=endless))
-    now = began = 0.0
+    now = 0.0
     last: dict[str, float] = {}
     counts: dict[str, int] = defaultdict(int)
     gaps: list[float] = []
@@ -73,7 +73,7 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
             for index in range(machine.num_prompts):
                 prompt = [3 + index] * PROMPT_TOKENS
                 scheduler.add(make_submit(f"prompt{index}", prompt, sampling={"max_tokens": 1}))
-            asked, began = True, now
+            asked = True
             gaps.clear()
         plan = scheduler.schedule()
         assert plan is not None
@@ -96,7 +96,7 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
                 gaps.append(now - last[name])
             last[name] = now
             counts[name] += 1
-    return gaps, now - began
+    return gaps
 
 
 MACHINES = {
@@ -114,25 +114,8 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
 def test_slowest_token_intervals_stay_below_four_times_normal(machine: Machine, depth: int) -> None:
     for seed in range(3):
-        gaps, _ = _read_beside_streams(machine, depth, seed)
+        gaps = _read_beside_streams(machine, depth, seed)
         assert sorted(gaps)[int(len(gaps) * 0.99)] < 4 * machine.alone_ms
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_target_bounds_steps_when_prompts_outnumber_streams(depth: int) -> None:
-    gaps, _ = _read_beside_streams(Machine(num_streams=1, num_prompts=16), depth, seed=1)
-    target_ms = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1).target_step_ms
-    assert sorted(gaps)[int(len(gaps) * 0.99)] < 1.25 * target_ms
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_streams", [1, 4, 16])
-def test_prompt_gets_its_share_of_the_machine(num_streams: int, depth: int) -> None:
-    machine = Machine(num_streams=num_streams)
-    _, took = _read_beside_streams(machine, depth, seed=1)
-    undisturbed = PROMPT_TOKENS * machine.token_ms * (1 + PROMPT_TOKENS / 2 / machine.attention)
-    assert took < 2.2 * undisturbed
