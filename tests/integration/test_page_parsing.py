@@ -116,12 +116,6 @@ def test_a_growing_text_is_rendered_as_the_whole():
             assert re.match(r"https?://[^/@]+(/|$)", address), pieces
 
 
-def test_a_table_begins_with_its_whole_second_line():
-    for pieces in (["t\na|b\n-|-", "x\nc"], ["# t\na|\n|-", ":\n|c"], ["b\na|\n|", "-\n|c"]):
-        [answer] = parse(pieces)
-        assert answer["grown"] == answer["whole"]
-
-
 def test_only_the_last_blocks_are_parsed_again():
     for text in ("a\n\n" * 60, "# a\n" * 60, "- a\n\nb\n\n" * 30, "```\na\n```\n" * 30):
         [answer] = parse(list(text))
