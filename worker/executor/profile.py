@@ -82,8 +82,7 @@ def measure_step(
         problem = str(error)
     # Outside the handler, because the traceback keeps the tensors of the failed step alive.
     remedy = "Lower --max-num-batched-tokens or --max-num-seqs, or raise --tensor-parallel-size"
-    # Other ranks would wait in a collective of the failed step.
-    if settings.tensor_parallel_size == 1 and (fits := _largest_that_fits(device, settings, run)):
+    if fits := _largest_that_fits(device, settings, run):
         remedy = f"Set --max-num-batched-tokens to {fits} or less"
     raise ConfigurationError(
         f"a step of --max-num-batched-tokens {settings.max_num_batched_tokens} for --max-num-seqs "
@@ -93,9 +92,10 @@ def measure_step(
 
 
 def _largest_that_fits(device: Device, settings: WorkerSettings, run: Callable[[int], int]) -> int:
-    """Return the largest number of tokens, halved until a step fits; 0 if none does."""
+    """Return the largest number of tokens, halved until a step fits; 0 if none does or there are other ranks."""
     num_tokens = settings.max_num_batched_tokens // 2
-    while num_tokens >= _MIN_TOKENS:
+    # Other ranks would wait in a collective of the failed step.
+    while settings.tensor_parallel_size == 1 and num_tokens >= _MIN_TOKENS:
         device.release_cached()
         with contextlib.suppress(OutOfMemory):
             run(num_tokens)
