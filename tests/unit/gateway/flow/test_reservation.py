@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -68,19 +67,3 @@ async def test_the_limits_hold_for_the_whole_width(tmp_path) -> None:
             room.close()
             assert core.admission.num_sequences == 0
             assert len(await collect(searcher(core, 2)(make_request([5], max_tokens=2, n=2)))) == 2
-
-
-async def test_a_client_that_goes_cancels_every_beam_at_the_worker(tmp_path) -> None:
-    with ReportingWorker(tmp_path, script=script) as worker:
-        async with running_core(tmp_path) as core:
-            await until(core.registry.models)
-            async with searcher(core, 3)(make_request([5], max_tokens=400, n=3)) as search:
-                task = asyncio.ensure_future(anext(aiter(search)))
-                await until(lambda: len(worker.submits()) > 3)
-                worker.delay = 60.0  # from here on no beam ends by itself
-                await until(lambda: worker.num_running > 0 and len(worker.submits()) % 3 == 1)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: worker.num_running == 0)
-            assert core.admission.num_sequences == 0
-            assert core.sample("request_failures_total", model_name="fake", reason="abort") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typing
-from typing import Any
 
 import msgspec
 import openai.types.responses as theirs
@@ -19,7 +18,7 @@ from gateway.flow.events import TextDelta
 from gateway.flow.outbox import merged
 from shared.errors import RateLimitError, WorkerLostError
 from tests.fakes.fake_generator import logprob
-from tests.unit.gateway.api.responses.test_shapes import DELTAS, encoder_of
+from tests.unit.gateway.api.responses.test_shapes import DELTAS, encoder_of, parsed
 
 THEIR_EVENTS: dict[str, type[pydantic.BaseModel]] = {
     typing.get_args(kind.model_fields["type"].annotation)[0]: kind
@@ -27,10 +26,6 @@ THEIR_EVENTS: dict[str, type[pydantic.BaseModel]] = {
 }
 CUT = [TextDelta(0, "Hel", [1]), TextDelta(0, "", [], finish_reason="length")]
 SCORED = [TextDelta(0, "a", [97], logprobs=[logprob(97, 2)]), TextDelta(0, "", [], finish_reason="stop")]
-
-
-def parsed(raw: bytes) -> list[Any]:
-    return [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -32,32 +31,23 @@ DELTAS = [
 ]
 
 
-def encoder_of(
-    *,
-    may_call: bool = True,
-    logprobs: bool = False,
-    packs_reasoning: bool = False,
-    on_change: Callable[[Any], None] = lambda _: None,
-) -> ResponseEvents:
+def encoder_of(*, logprobs: bool = False, **options: Any) -> ResponseEvents:
     """Return an encoder for a response to one word."""
     head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     names = TokenNames(lambda token_id: bytes([token_id])) if logprobs else None
-    return ResponseEvents(
-        head,
-        Tally(1),
-        names,
-        may_call=may_call,
-        packs_reasoning=packs_reasoning,
-        gateway_index=0,
-        on_change=on_change,
-    )
+    options = {"may_call": True, "packs_reasoning": False, "on_change": lambda _: None} | options
+    return ResponseEvents(head, Tally(1), names, gateway_index=0, **options)
 
 
-def run(deltas: list[TextDelta], *, may_call: bool = True, logprobs: bool = False) -> tuple[dict[str, Any], list[Any]]:
+def parsed(raw: bytes) -> list[Any]:
+    """Return the events of a stream."""
+    return [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
+
+
+def run(deltas: list[TextDelta], **options: Any) -> tuple[dict[str, Any], list[Any]]:
     """Return the response and its events."""
-    encoder = encoder_of(may_call=may_call, logprobs=logprobs)
-    raw = b"".join([*(encoder.encode(0, 0, delta) for delta in deltas), encoder.end()])
-    events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
+    encoder = encoder_of(**options)
+    events = parsed(b"".join([*(encoder.encode(0, 0, delta) for delta in deltas), encoder.end()]))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return orjson.loads(orjson.dumps(encoder.response)), events
 
@@ -137,8 +127,7 @@ def test_failure_keeps_the_output():
     states: list[str] = []
     encoder = encoder_of(may_call=False, on_change=lambda response: states.append(response["status"]))
     encoder.encode(0, 0, TextDelta(0, "Hel", [1]))
-    last = encoder.failed(RateLimitError("Too many.", retry_after=1.0)).split(b"\n\n")[-2]
-    response = orjson.loads(last.partition(b"data: ")[2])["response"]
+    response = parsed(encoder.failed(RateLimitError("Too many.", retry_after=1.0)))[-1]["response"]
     assert response["status"] == "failed" and response["error"]["code"] == "rate_limit_exceeded"
     assert response["output"][0]["status"] == "incomplete" and response["output"][0]["content"][0]["text"] == "Hel"
     assert states == ["in_progress", "failed"]
