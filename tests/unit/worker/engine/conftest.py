@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.worker.engine.harness import Limits, Worker
+from tests.unit.worker.engine.harness import Worker
 from worker.plan import StepPlan
 
 
@@ -22,7 +22,7 @@ def start() -> Iterator[Callable[..., Worker]]:
     with tempfile.TemporaryDirectory(prefix="pelton-") as directory:
 
         def make(*, fail: Callable[[StepPlan], Exception | None] = lambda plan: None, **limits: int) -> Worker:
-            workers.append(Worker(Path(directory), Limits(**limits), fail))
+            workers.append(Worker(Path(directory), fail, **limits))
             return workers[-1]
 
         yield make

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -115,15 +114,6 @@ class RecordingTransport(Transport):
         super().wait(seconds if self.patient else 0)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the worker under test."""
-
-    depth: int = 1
-    max_num_seqs: int = 8
-    num_pages: int = 256
-
-
 class Worker:
     """Complete worker except for the model.
 
@@ -131,21 +121,29 @@ class Worker:
         compiled: True if grammars compile as soon as they are requested.
     """
 
-    def __init__(self, directory: Path, limits: Limits, fail: Callable[[StepPlan], Exception | None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        fail: Callable[[StepPlan], Exception | None],
+        *,
+        depth: int = 1,
+        max_num_seqs: int = 8,
+        num_pages: int = 256,
+    ) -> None:
         self.clock = Clock()
         self.counters = Counters()
         self.endpoint = sockets.worker_endpoint(directory, 0, EPOCH)
         self.transport = RecordingTransport(self.endpoint, EPOCH, self.counters, self.clock)
         self.executor = CountingExecutor(
-            max_num_seqs=limits.max_num_seqs,
-            num_pages=limits.num_pages,
+            max_num_seqs=max_num_seqs,
+            num_pages=num_pages,
             page_size=PAGE_SIZE,
-            depth=limits.depth,
+            depth=depth,
             fail=fail,
         )
-        self.kv = KVManager(num_pages=limits.num_pages, page_size=PAGE_SIZE)
+        self.kv = KVManager(num_pages=num_pages, page_size=PAGE_SIZE)
         config = SchedulerConfig(
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS_TOKEN_ID,),
@@ -157,9 +155,9 @@ class Worker:
         self.facts = WorkerFacts(
             model_names=[MODEL, "alias"],
             max_model_len=MAX_MODEL_LEN,
-            num_pages=limits.num_pages,
+            num_pages=num_pages,
             page_size=PAGE_SIZE,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS_TOKEN_ID],

@@ -9,15 +9,6 @@ NINE = "mod 5 for 9"
 SAMPLING = {"max_tokens": 20, "ignore_eos": True}
 
 
-def test_text_follows_its_grammar_and_ends_with_it(worker):
-    client = worker.client()
-    client.submit("a", [5, 6, 7], grammar=NINE, num_choices=2, sampling=SAMPLING)
-    for choice in range(2):
-        assert client.finish("a", choice) == Finish(FinishReason.STOP)
-        assert [token % 5 for token in client.text("a", choice)] == [n % 5 for n in range(9)]
-    worker.run_until_idle()
-
-
 def test_slow_grammar_is_no_stall_and_blocks_no_other_request(worker):
     client = worker.client()
     worker.compiled = False
@@ -27,25 +18,18 @@ def test_slow_grammar_is_no_stall_and_blocks_no_other_request(worker):
     for _ in range(round(2 * STALL_SECONDS / 5)):
         worker.elapse(5.0)
         client.sync()  # keeps the lease
+    # The idle loop waits.
+    worker.transport.waits.clear()
+    for _ in range(5):
+        worker.engine.step()
+    assert len(worker.transport.waits) == 5
     client.submit("other", [8, 9], sampling=SAMPLING)
     assert client.finish("other").reason is FinishReason.LENGTH
     assert client.ended("slow") is None
     worker.compiled = True
     assert client.finish("slow") == Finish(FinishReason.STOP)
+    assert [token % 5 for token in client.text("slow")] == [n % 5 for n in range(9)]
     worker.run_until_idle()
-
-
-def test_idle_loop_waits_for_compiling_grammar(worker):
-    client = worker.client()
-    worker.compiled = False
-    client.submit("a", [5, 6, 7], grammar=NINE, sampling=SAMPLING)
-    client.sync()
-    worker.transport.waits.clear()
-    for _ in range(5):
-        worker.engine.step()
-    assert len(worker.transport.waits) == 5
-    worker.compiled = True
-    client.finish("a")
 
 
 def test_stopping_worker_completes_compiling_requests(worker):

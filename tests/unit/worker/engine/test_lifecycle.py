@@ -109,15 +109,6 @@ def test_failed_step_ends_every_request_once_and_stops_the_loop(start, depth: in
     worker.scheduler.check_integrity()
 
 
-def test_executor_that_refuses_a_plan_stops_the_loop(worker: Worker) -> None:
-    client = worker.client()
-    keys = submit_three(client)
-    worker.executor.close()
-    with pytest.raises(ExecutorError):
-        worker.engine.run()
-    assert ends(client, keys) == {(FinishReason.ERROR, "worker_lost")}
-
-
 def test_rank_failure_while_idle_stops_the_loop(worker: Worker) -> None:
     def check() -> None:
         raise ExecutorError("rank 1 ended")
@@ -140,15 +131,21 @@ def test_idle_work_is_finished_before_the_loop_waits(worker: Worker) -> None:
     assert len(waits) == 2 and all(wait > 0 for wait in waits)
 
 
-def test_scheduler_fault_ends_every_request(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fault", "error"), [("executor", ExecutorError), ("scheduler", RuntimeError)])
+def test_refused_plan_or_scheduler_fault_ends_every_request(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception]
+) -> None:
     client = worker.client()
     keys = submit_three(client)
 
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(worker.scheduler, "apply", broken)
-    with pytest.raises(RuntimeError, match="broken"):
+    if fault == "executor":
+        worker.executor.close()
+    else:
+        monkeypatch.setattr(worker.scheduler, "apply", broken)
+    with pytest.raises(error):
         worker.engine.run()
     assert ends(client, keys) == {(FinishReason.ERROR, "worker_lost")}
 

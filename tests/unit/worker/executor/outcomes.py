@@ -10,14 +10,18 @@ import pytest
 
 from shared.messages import Submit
 from tests.fakes.engine_harness import Harness
+from tests.fakes.guessing import Guesses
 from tests.fakes.tiny_server import (
     COMMON_SAMPLING_PARAMS,
     RARE_SAMPLING_PARAMS,
+    VOCAB,
     TinyServer,
     submits,
     tiny_spec,
 )
+from worker.drafting.proposal import Proposal, Source
 from worker.requests.constraint import Constraints
+from worker.requests.request import Request
 
 PATIENCE = 60.0
 COUNT = 14
@@ -84,3 +88,21 @@ def outcomes_alone(
 def all_features_alone(windows: bool) -> dict:
     """Return the outcomes of all_features() alone, with one KV group or two."""
     return outcomes_alone(all_features(), spec=tiny_spec(windows=windows))
+
+
+class KnownGuesses(Guesses):
+    """Drafter that knows the continuation of each text, makes some errors, and may continue after the end."""
+
+    def __init__(
+        self, server: TinyServer, texts: dict, skill: float, seed: int, *, after_end: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(server, seed, skill=skill)
+        self._texts = texts
+        self._after_end = after_end
+
+    def guess(self, request: Request, limit: int) -> Proposal | None:
+        text = self._texts[request.request_id, request.choice][0]
+        done = len(request.token_ids) - request.num_prompt_tokens
+        right = [*text[done:], *self._after_end][:limit]
+        guessed = [token if self._rng.random() < self._skill else self._rng.randrange(VOCAB) for token in right]
+        return Proposal(guessed, Source.LOOKUP, 0.5) if guessed else None

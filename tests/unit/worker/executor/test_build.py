@@ -35,8 +35,8 @@ def settings(tiny_folder, tmp_path, restore_threads):
     return settings_maker(tiny_folder, tmp_path)
 
 
-def start(settings, depth=None):
-    return build_executor(settings, open_model(settings.model, Path(settings.cache_dir or "/nonexistent")), depth)
+def start(settings):
+    return build_executor(settings, open_model(settings.model, Path(settings.cache_dir or "/nonexistent")))
 
 
 def generate(executor, num_tokens=12):
@@ -110,16 +110,6 @@ def ranks_of_this_process():
         if parent == os.getpid() and "worker.executor.rank_main" in command:
             found.append(int(path.parent.name))
     return found
-
-
-def test_the_depth_does_not_change_tokens(settings):
-    tokens = []
-    for depth in (1, 2):
-        built = start(settings(), depth)
-        assert built.executor.depth == depth
-        tokens.append(generate(built.executor))
-        built.executor.close()
-    assert tokens[0] == tokens[1]
 
 
 def test_ranks_exit_when_their_leader_is_killed(settings):

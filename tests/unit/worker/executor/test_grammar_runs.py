@@ -13,20 +13,17 @@ import torch
 from tokenizers import Tokenizer
 
 from shared.messages import FinishReason, Submit
-from shared.sampling_params import ThinkingBudget
 from tests.fakes.engine_harness import Harness, make_submit
-from tests.fakes.guessing import Guesses, speculation
+from tests.fakes.guessing import MAX_DRAFTS, speculation
 from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.tiny_server import VOCAB, TinyServer
 from tests.fakes.tokenizers import characters_json
-from tests.unit.worker.executor.outcomes import outcomes_alone, run, run_staggered
+from tests.unit.worker.executor.outcomes import KnownGuesses, outcomes_alone, run, run_staggered
 from tests.unit.worker.executor.prompts import settings_maker
-from worker.drafting.proposal import Proposal, Source
 from worker.executor.build import build_executor
 from worker.model.loading import open_model
 from worker.plan import ScheduledTokens, StepPlan
 from worker.requests.constraint import Constraints
-from worker.requests.request import Request
 from worker.sampling.grammar import LLGrammars
 from worker.stats import Counters
 
@@ -141,47 +138,19 @@ def test_every_text_follows_its_grammar(alone):
 
 
 @MODES
-def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, monkeypatch):
+@pytest.mark.parametrize("drafts", [False, True], ids=["without drafts", "drafts"])
+def test_what_clients_see_is_what_each_would_see_alone(drafts, num_pages, late, alone, monkeypatch):
     server = TinyServer(
         monkeypatch,
         late=late,
         num_pages=num_pages,
         max_num_seqs=6,
-        max_num_batched_tokens=24,
+        max_num_batched_tokens=32 if drafts else 24,
         constraints=make_constraints(),
+        speculation=speculation() if drafts else None,
     )
-    assert run_staggered(server, submits(NUM_REQUESTS)) == alone
-    assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
-    assert not late or server.num_captured > 0
-
-
-class Foresight(Guesses):
-    """Drafter that knows each text, makes some errors, and continues after the end of the text."""
-
-    def __init__(self, server: TinyServer, texts: dict, seed: int) -> None:
-        super().__init__(server, seed)
-        self._texts = texts
-
-    def guess(self, request: Request, limit: int) -> Proposal | None:
-        done = len(request.token_ids) - request.num_prompt_tokens
-        right = self._texts[request.request_id, request.choice][0][done : done + limit]
-        right += [EOS, *range(3, 3 + limit)][: limit - len(right)]
-        guessed = [token if self._rng.random() < 0.8 else self._rng.randrange(VOCAB) for token in right]
-        return Proposal(guessed, Source.LOOKUP, 0.5)
-
-
-@MODES
-def test_drafts_change_nothing(num_pages, late, alone, monkeypatch):
-    server = TinyServer(
-        monkeypatch,
-        late=late,
-        num_pages=num_pages,
-        max_num_seqs=6,
-        max_num_batched_tokens=32,
-        constraints=make_constraints(),
-        speculation=speculation(),
-    )
-    Foresight(server, alone, num_pages)
+    if drafts:
+        KnownGuesses(server, alone, 0.8, num_pages, after_end=(EOS, *range(3, 3 + MAX_DRAFTS)))
     masked: list[ScheduledTokens] = []
     submit_plan = server.executor.submit
 
@@ -191,28 +160,13 @@ def test_drafts_change_nothing(num_pages, late, alone, monkeypatch):
 
     monkeypatch.setattr(server.executor, "submit", watch)
     assert run_staggered(server, submits(NUM_REQUESTS)) == alone
-    assert len(masked) > 10
-    assert server.scheduler.counters.spec_decode_num_accepted_tokens_total > 50
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
-def test_a_budget_of_reasoning_inside_a_grammar(late, monkeypatch):
-    """`<` and `>` delimit the reasoning."""
-    vocabulary = tokenizer().get_vocab()
-    thinking = ThinkingBudget(max_tokens=6, start_ids=(vocabulary["<"],), end_ids=(vocabulary[">"], vocabulary["!"]))
-    sampling = {"temperature": 1.5, "max_tokens": 60, "thinking": thinking}
-    server = TinyServer(monkeypatch, late=late, constraints=make_constraints())
-    for seed in range(6):
-        grammar = 'start: "<" /[a-z]+/ ">!" /[0-9]{3}/'
-        server.add(make_submit(f"r{seed}", [5, 6, 7], sampling=sampling | {"seed": seed}, grammar=grammar))
-    run(server)
-    lengths = set()
-    for seed in range(6):
-        text = text_of(server.tokens[f"r{seed}", 0])
-        match = re.fullmatch(r"<([a-z]+)>!\d{3}", text)
-        assert match
-        lengths.add(len(match[1]))
-    assert max(lengths) == 6
+    counters = server.scheduler.counters
+    if drafts:
+        assert len(masked) > 10
+        assert counters.spec_decode_num_accepted_tokens_total > 50
+    else:
+        assert (counters.num_preemptions_total > 0) == (num_pages == 30)
+        assert not late or server.num_captured > 0
 
 
 @pytest.mark.timeout(240)

@@ -42,8 +42,8 @@ class Model:
         return self.inputs[:size] * 10
 
 
-def make(model: Model, **settings) -> DecodeGraphs[torch.Tensor]:
-    return DecodeGraphs(LateDevice(), model.compute, model.clear, max_num_seqs=16, **settings)
+def make(model: Model) -> DecodeGraphs[torch.Tensor]:
+    return DecodeGraphs(LateDevice(), model.compute, model.clear, max_num_seqs=16)
 
 
 def run(graphs: DecodeGraphs[torch.Tensor], model: Model, values: list[int]) -> int | None:
@@ -64,22 +64,15 @@ def test_sizes_are_dense_for_small_steps_and_end_with_the_maximum():
     assert len(graph_sizes(4096)) < 100
 
 
-def test_a_size_requested_twice_is_captured_before_the_third_step():
+def test_a_size_requested_twice_is_captured_before_the_third_step_without_writing_pages():
     model = Model()
     graphs = make(model)
-    assert [run(graphs, model, [i, i + 1, i + 2]) for i in range(4)] == [None, None, 4, 4]
-    assert graphs.num_captured == 1
-
-
-def test_capturing_does_not_write_to_pages():
-    model = Model()
-    graphs = make(model)
-    for i in range(2):
-        run(graphs, model, [i, 7])
+    assert [run(graphs, model, [i, i + 1, i + 2]) for i in range(2)] == [None, None]
+    model.step([1, 2, 3])  # inputs left by an eager step
+    assert graphs.choose(3) == 4
     assert model.written == []
-    model.step([1, 2])  # inputs left by an eager step
-    size = graphs.choose(2)
-    assert model.written == [] and size == 2
+    assert [run(graphs, model, [i, i + 1, i + 2]) for i in range(2)] == [4, 4]
+    assert graphs.num_captured == 1
 
 
 def test_each_step_captures_at_most_one_graph_the_most_requested_first():
@@ -117,12 +110,6 @@ def test_the_idle_loop_captures_all_sizes_in_order_and_then_returns_false():
     assert run(graphs, model, [3]) == 1
 
 
-@pytest.mark.parametrize("count", [0, 17])
-def test_steps_without_a_graph_size_run_eagerly(count: int):
-    graphs = make(Model())
-    assert [graphs.choose(count) for _ in range(4)] == [None] * 4
-
-
 def test_a_failed_capture_is_not_repeated():
     model = Model()
     model.fail[4] = CaptureError("no")
@@ -146,11 +133,15 @@ def test_exhausted_memory_stops_capturing_and_keeps_existing_graphs():
     assert run(graphs, model, [3, 4, 5, 6, 7]) is None
 
 
-def test_a_device_without_graphs_never_captures():
+@pytest.mark.parametrize(
+    ("device", "count"), [(LateDevice, 0), (LateDevice, 17), (Device, 1)], ids=["no rows", "too many", "no graphs"]
+)
+def test_steps_without_a_graph_run_eagerly(device, count):
     model = Model()
-    graphs = DecodeGraphs(Device(), model.compute, model.clear, max_num_seqs=16)
-    assert [graphs.choose(1) for _ in range(4)] == [None] * 4
-    assert not graphs.capture_next() and model.runs == []
+    graphs = DecodeGraphs(device(), model.compute, model.clear, max_num_seqs=16)
+    assert [graphs.choose(count) for _ in range(4)] == [None] * 4
+    assert graphs.capture_next() == (device is LateDevice)
+    assert bool(model.runs) == (device is LateDevice)
 
 
 SIZE = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.engine_harness import make_submit
-from tests.fakes.tiny_server import TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import TinyServer, submits
 from tests.unit.worker.executor.outcomes import (
     all_features,
     all_features_alone,
@@ -13,19 +13,6 @@ from tests.unit.worker.executor.outcomes import (
     outcomes_alone,
     run_staggered,
 )
-
-
-@pytest.mark.parametrize("windows", [False, True], ids=["one KV group", "two KV groups"])
-@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
-def test_what_clients_see_is_what_each_would_see_alone(num_pages, windows, monkeypatch):
-    """Mirostat targets, repetitions and bad words, which are updated on the device, survive preemptions."""
-    spec = tiny_spec(windows=windows)
-    server = TinyServer(monkeypatch, spec=spec, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24)
-    assert run_staggered(server, all_features()) == all_features_alone(windows)
-    counters = server.scheduler.counters
-    assert server.num_captured >= 2
-    assert counters.prefix_cache_hits_total > 0
-    assert (counters.num_preemptions_total > 0) == (num_pages == 30)
 
 
 def run_at_once(server):

@@ -45,8 +45,12 @@ def built(request):
     executor.close()
 
 
-def test_prefill_in_chunks_then_decode_beside_another_request(built):
-    executor, _, _, _ = built
+@pytest.fixture
+def executor(built):
+    return built[0]
+
+
+def test_prefill_in_chunks_then_decode_beside_another_request(executor):
     first, second = [3, 1, 4, 1, 5, 9, 2], [6, 5]
     plans = [
         make_plan((2, 0, 3, False), new=[new_row(2, first)], pages={2: [9]}),
@@ -71,8 +75,7 @@ def test_prefill_in_chunks_then_decode_beside_another_request(built):
     assert by_row == {2: greedy_tokens(first, 5), 0: greedy_tokens(second, 5)}
 
 
-def test_seeded_sampling_survives_a_preemption_into_another_row(built):
-    executor, _, _, _ = built
+def test_seeded_sampling_survives_a_preemption_into_another_row(executor):
     sampling = SamplingParams(seed=77, temperature=1.2, top_p=0.9, frequency_penalty=0.7, max_tokens=50)
     prompt = [8, 8, 3]
 
@@ -103,8 +106,7 @@ def test_page_copies_come_before_the_step(built):
     assert kv.tokens[6].tolist() == [5, 6, -1, -1]
 
 
-def test_logprobs_of_sampled_tokens(built):
-    executor, _, _, _ = built
+def test_logprobs_of_sampled_tokens(executor):
     sampling = SamplingParams(temperature=0.0, logprobs=3, max_tokens=5)
     new = [new_row(0, [1, 2]), new_row(1, [7], sampling)]
     plan = make_plan((0, 0, 2, True), (1, 0, 1, True), new=new, pages={0: [0], 1: [1]})
@@ -117,8 +119,7 @@ def test_logprobs_of_sampled_tokens(built):
     assert second.logprobs.top_ids == expected.argsort(descending=True)[:3].tolist()
 
 
-def test_prompt_logprobs_in_chunks(built):
-    executor, _, _, _ = built
+def test_prompt_logprobs_in_chunks(executor):
     prompt = [5, 6, 7, 8, 9, 10]
     new = [new_row(0, prompt), new_row(1, [1, 2])]
     plans = [
@@ -159,11 +160,6 @@ def test_a_row_with_nan_fails_without_affecting_others(built):
     assert (decoder.batches[-1].input_ids >= 0).all()
 
 
-def test_a_plan_without_tokens(built):
-    executor, _, _, _ = built
-    assert executor.submit(make_plan()).result().sampled == []
-
-
 def test_a_row_reads_as_zero_pages_after_a_new_request(built):
     executor, decoder, _, _ = built
     long = make_plan((0, 0, 9, True), new=[new_row(0, [1] * 9)], pages={0: [7, 8, 9]})
@@ -190,8 +186,8 @@ def test_a_failed_step_raises_executor_error_and_ends_the_executor(built):
         executor.submit(plan).result()
 
 
-def test_close_twice_and_submit_after_close(built):
-    executor, _, _, _ = built
+def test_a_plan_without_tokens_and_a_closed_executor(executor):
+    assert executor.submit(make_plan()).result().sampled == []
     executor.close()
     executor.close()
     with pytest.raises(ExecutorError, match="closed"):

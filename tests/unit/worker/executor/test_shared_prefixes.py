@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.ops.attention.cascade import CascadeWork
 from shared.settings import WorkerSettings
-from tests.fakes.engine_harness import Harness, make_submit
-from tests.fakes.fake_executor import FakeHandle
 from tests.fakes.tiny_server import tiny_spec
 from tests.unit.worker.executor.fake_decoder import make_runner
 from tests.unit.worker.executor.test_model_runner import new_row
@@ -26,7 +22,6 @@ CPU = torch.device("cpu")
 PAGE = 128
 COMMON = list(range(10, 15))
 """Pages of 640 keys."""
-SMALL_PAGE = 64
 
 
 def make(min_saved_keys: int = 1) -> SharedPrefixes:
@@ -119,56 +114,3 @@ def test_the_model_receives_shared_prefixes_in_decode_steps(late):
     assert Finder.updates == [(0, 0, [3, 4]), (1, 0, [5])]
     assert asked == [[0, 1]]
     assert [batch.cascade for batch in decoder.batches] == [None, found]
-
-
-def check_work(work: CascadeWork, tables: list[list[int]], starts: list[int]) -> None:
-    """Check that each member reads exactly its own pages and all shared pages."""
-    read = [0] * len(tables)
-    for (first, count, key, _), end in zip(work.items.tolist(), work.ends.tolist()):
-        members = [request for request, _ in work.members[first : first + count].tolist()]
-        pages = slice(key // SMALL_PAGE, -(-end // SMALL_PAGE))
-        assert len({tuple(tables[member][pages]) for member in [int(work.members[first, 0]), *members]}) == 1
-        for member in members:
-            assert end <= starts[member]
-            read[member] += end - key
-    assert read == work.shared_lens.tolist()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_cached_shared_prefixes_are_correct_in_every_step(depth: int) -> None:
-    """Requests start, fork, end, are preempted and resume in other rows."""
-    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 2048, "max_model_len": 760, "num_pages": 200}
-    server = Harness(depth=depth, page_size=SMALL_PAGE, **sizes)
-    prefixes = SharedPrefixes(
-        max_num_seqs=6, max_pages=12, page_size=SMALL_PAGE, members_per_tile=4, min_saved_keys=1, device=CPU
-    )
-    submit = server.executor.submit
-    seen = []
-
-    def checked(plan: StepPlan) -> FakeHandle:
-        handle = submit(plan)
-        for update in plan.block_tables:
-            prefixes.update(update.row, update.start, update.pages)
-        if all(item.count == 1 and item.sample for item in plan.scheduled):
-            work = prefixes.find(plan.scheduled)
-            if work is not None:
-                tables = [server.executor._rows[item.row].tables[0] for item in plan.scheduled]
-                check_work(work, tables, [item.start for item in plan.scheduled])
-                seen.append(work)
-        return handle
-
-    server.executor.submit = checked  # type: ignore[method-assign]
-    rng = random.Random(1)
-    commons = [[3 + (step * each) % 90 for step in range(576)] for each in (7, 11)]
-    for number in range(24):
-        prompt = commons[number > 4 and number % 2 == 0] + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 90))]
-        sampling = {"seed": number, "max_tokens": 90 if number < 5 else rng.randrange(4, 20), "ignore_eos": True}
-        choices, priority = (3 if number % 8 == 5 else 1), (0 if number % 7 == 6 else 1)
-        request = make_submit(f"r{number}", prompt, sampling=sampling, num_choices=choices, priority=priority)
-        server.add(request)
-        for _ in range(rng.randrange(5)):
-            server.step()
-    server.drain()
-    assert len({id(work) for work in seen}) > 2
-    assert len(seen) > 50
-    assert server.scheduler.counters.num_preemptions_total > 0
