@@ -208,7 +208,7 @@ class Supervisor:
             pass_fds=(self._pipe_read,),
         )
         logger.info("started", child=child.spec.name, pid=child.process.pid)
-        if self._stopping.is_set():
+        if self._stopping.is_set():  # since the start began
             child.signal(signal.SIGTERM)
         code = await child.process.wait()
         # Processes that the child started in its group (ranks of a worker) end with it.
