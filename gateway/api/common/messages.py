@@ -39,6 +39,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_EMPTY_ONLY, _ASSISTANT),
 }
 """Roles whose messages may have each field; null is the same as an absent field."""
+_NAMES = {role: {name for name, roles in _FIELDS.items() if role in roles} for role in ROLES}
 _TEXTS = ("name", "tool_call_id", "refusal", *_REASONING)
 
 RESERVED_TEMPLATE_VARIABLES = frozenset((
@@ -123,9 +124,11 @@ def _check_structure(messages: list[dict[str, Any]]) -> None:
 
 def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role = message.get("role")
-    check_choice(f"{place}.role", role, ROLES)
     given = [name for name, value in message.items() if value is not None or name not in _FIELDS]
-    check_known(given, [name for name, roles in _FIELDS.items() if role in roles], place)
+    # Most messages are correct, and a request may have thousands of them.
+    if role not in ROLES or not _NAMES[role].issuperset(given):
+        check_choice(f"{place}.role", role, ROLES)
+        check_known(given, _NAMES[role], place)
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     for name in given:
         value, shown = message[name], f"{place}.{name}"

@@ -129,8 +129,10 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
 
 
 def _check_words(name: str, words: Sequence[str] | None, max_words: int, max_length: int) -> None:
-    check_num_entries(name, len(words or ()), max_words)
-    for index, word in enumerate(words or ()):
+    if not words:
+        return
+    check_num_entries(name, len(words), max_words)
+    for index, word in enumerate(words):
         check_length(f"{name}[{index}]", word, max_length)
 
 
