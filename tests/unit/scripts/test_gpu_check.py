@@ -225,14 +225,12 @@ def test_interrupted_test_run_keeps_results(tmp_path, seconds):
     assert ("error" in found) == bool(seconds)
 
 
-def test_idle_times_between_kernels():
+def test_times_of_kernels_and_between_them():
     # Two steps of two overlapping kernels, 1 us apart inside a step and 10 us between them.
     kernels = [(0.0, 5.0), (2.0, 6.0), (7.0, 9.0), (19.0, 24.0), (25.0, 30.0)]
     assert idle_times(kernels, 2) == {"step_gap_us": 10.0, "idle_us": 6.0}
     assert idle_times([], 2) == {"step_gap_us": 0.0, "idle_us": 0.0}
-
-
-def test_kernel_times_are_sorted_by_time():
+    # Times of kernels are sorted, the longest first.
     events = [("short", 0.0, 1.0), ("long", 1.0, 7.0), ("short", 8.0, 9.0), ("long", 9.0, 15.0), ("short", 16.0, 19.0)]
     assert kernel_times(events, 2) == [("long", 1.0, 6.0), ("short", 1.5, 2.5)]
 
