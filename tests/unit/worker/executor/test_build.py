@@ -23,6 +23,8 @@ from worker.model.loading.open_model import open_model
 from worker.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 ROOT = Path(__file__).parents[4]
+ODD_IDS = b"\xaa" * 32 + b"\x2a\0\0\0"
+"""Mask for the 263 ids of the model."""
 SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=20),
     SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20),
@@ -40,12 +42,12 @@ def start(settings):
 
 
 def generate(executor, num_tokens=12):
-    """Return the tokens of three concurrent requests."""
+    """Return the tokens of three concurrent requests, the last of which may only get odd ids after its first token."""
     rows = range(len(PROMPTS))
     handles = [executor.submit(prefill_plan(SAMPLING))]
     for step in range(num_tokens - 1):
-        items = [ScheduledTokens(i, len(PROMPTS[i]) + step, 1, True) for i in rows]
-        handles.append(executor.submit(StepPlan(step=2 + step, scheduled=items)))
+        items = [ScheduledTokens(i, len(PROMPTS[i]) + step, 1, True, mask=0 if i == 2 else -1) for i in rows]
+        handles.append(executor.submit(StepPlan(step=2 + step, scheduled=items, masks=[ODD_IDS])))
     results = [handle.result() for handle in handles]
     return [[result.sampled[i].token_id for result in results] for i in rows]
 
@@ -77,6 +79,7 @@ def test_two_ranks_sample_the_tokens_of_one_and_a_dead_rank_is_detected(settings
     assert (alone.num_pages, alone.page_size, alone.max_model_len) == (64, 16, 256)
     assert (alone.device, alone.dtype, alone.num_kv_groups) == ("cpu", "float32", 1)
     assert len(set(map(tuple, expected))) == 3
+    assert all(token % 2 for token in expected[2][1:])
 
     config = settings(tensor_parallel_size=2)
     pair = start(config)

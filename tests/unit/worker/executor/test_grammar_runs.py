@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -13,15 +12,11 @@ import torch
 from tokenizers import Tokenizer
 
 from shared.messages import FinishReason, Submit
-from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.engine_harness import make_submit
 from tests.fakes.guessing import MAX_DRAFTS, speculation
-from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.tiny_server import VOCAB, TinyServer
 from tests.fakes.tokenizers import characters_json
-from tests.unit.worker.executor.outcomes import KnownGuesses, outcomes_alone, run, run_staggered
-from tests.unit.worker.executor.prompts import settings_maker
-from worker.executor.build import build_executor
-from worker.model.loading import open_model
+from tests.unit.worker.executor.outcomes import KnownGuesses, outcomes_alone, run_staggered
 from worker.plan import ScheduledTokens, StepPlan
 from worker.requests.constraint import Constraints
 from worker.sampling.grammar import LLGrammars
@@ -74,16 +69,16 @@ MODES = pytest.mark.parametrize(
 )
 
 
-def make_constraints(vocab_size: int = VOCAB, num_threads: int = 2) -> Constraints:
+def make_constraints(num_threads: int = 2) -> Constraints:
     grammars = LLGrammars(
         characters_json(),
-        vocab_size=vocab_size,
+        vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         counters=Counters(),
         num_threads=num_threads,
     )
     grammars.warm_up()
-    return Constraints(grammars, vocab_size=vocab_size, eos_token_ids=(EOS,))
+    return Constraints(grammars, vocab_size=VOCAB, eos_token_ids=(EOS,))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -167,32 +162,3 @@ def test_what_clients_see_is_what_each_would_see_alone(drafts, num_pages, late, 
     else:
         assert (counters.num_preemptions_total > 0) == (num_pages == 30)
         assert not late or server.num_captured > 0
-
-
-@pytest.mark.timeout(240)
-def test_two_ranks_write_the_same_text_as_one(tmp_path):
-    """The model has more ids than the tokenizer; these are never sampled."""
-    folder = write_tiny_model(tmp_path / "model")
-    texts = []
-    for size in (1, 2):
-        settings = settings_maker(folder, tmp_path)(max_num_seqs=8, tensor_parallel_size=size, device="cpu")
-        built = build_executor(settings, open_model(str(folder), Path("/nonexistent")))
-        try:
-            server = Harness(
-                max_num_seqs=8,
-                max_model_len=built.max_model_len,
-                num_pages=built.num_pages,
-                page_size=built.page_size,
-                constraints=make_constraints(263),
-            )
-            server.executor = built.executor  # type: ignore[assignment]
-            for submit in submits(6):
-                server.add(submit)
-            run(server)
-        finally:
-            built.executor.close()
-        texts.append(dict(server.tokens))
-        for submit in submits(6):
-            for choice in range(submit.num_choices if submit.grammar else 0):
-                assert GRAMMARS[submit.grammar](text_of(server.tokens[submit.request_id, choice]))
-    assert texts[0] == texts[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.engine_harness import make_submit
 from tests.fakes.tiny_server import TinyServer, submits
 from tests.unit.worker.executor.outcomes import (
     all_features,
@@ -55,18 +54,3 @@ def test_captured_sampling_changes_no_text(sampling_params, num_pages, monkeypat
     assert run_staggered(server, requests, capture_all) == outcomes_alone(requests)
     assert server.runner._sampler_graphs.num_captured >= 2
     assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
-
-
-def test_padding_rows_write_no_sampled_ids(monkeypatch):
-    server = TinyServer(monkeypatch, num_pages=60, max_num_seqs=6)
-    for number in range(3):
-        server.add(make_submit(f"r{number}", [3, 4, 5 + number], sampling={"max_tokens": 12, "temperature": 0.0}))
-    rows = server.runner._rows
-    padded = []
-    while server.scheduler.has_requests:
-        server.step()
-        if server.runner._graphs.num_captured:
-            padded.append((rows._append_at[3].item(), rows._sampled_rows[3].item(), rows._new_positions[3].item()))
-    assert (rows._unused_position, 0, 0) in padded[-6:]
-    tokens = rows._token_ids
-    assert rows._unused_position == tokens.shape[1] - 1 == server.scheduler.config.max_model_len

@@ -21,9 +21,9 @@ PROMPT = [11, 12, 13, 14, 15]
 
 
 class GuessingHarness(Harness):
-    def __init__(self, seed: int = 0, *, skill: float = 0.7, draft_model: bool = False, **options) -> None:
-        super().__init__(speculation=speculation(64 if draft_model else 0), **options)
-        self.guesses = Guesses(self, seed, skill=skill, draft_model=draft_model)
+    def __init__(self, seed: int = 0, *, skill: float = 0.7, **options) -> None:
+        super().__init__(speculation=speculation(), **options)
+        self.guesses = Guesses(self, seed, skill=skill)
         self.plans: list[StepPlan] = self.executor.plans
 
     @property
@@ -48,6 +48,12 @@ def test_rejection_sampling_draws_nothing_with_a_grammar():
         assert len([row for plan in harness.executor.plans for row in plan.drafting]) > len(drafted)
 
 
+def guess_by_five(request, limit):
+    """Guess the residues that the grammars here permit."""
+    done = len(request.token_ids) - len(PROMPT)
+    return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, 0.5)
+
+
 def test_truncated_drafts_are_not_counted_in_step_cost(monkeypatch):
     """Check that the measured cost of a step counts only the rows that the step computed."""
     harness = Harness(constraints=make_constraints(FakeGrammars(VOCAB_SIZE)), speculation=speculation())
@@ -63,12 +69,8 @@ def test_truncated_drafts_are_not_counted_in_step_cost(monkeypatch):
     monkeypatch.setattr(PlannedStep, "cut", cut_and_count)
     monkeypatch.setattr(harness.scheduler._speculator, "observe", lambda num_rows, _: observed.append(num_rows))
 
-    def guess(request, limit):
-        done = len(request.token_ids) - len(PROMPT)
-        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, 0.5)
-
     # The grammar allows exactly these nine tokens and then ends; nothing may be sampled there.
-    monkeypatch.setattr(harness.scheduler._speculator, "_guess", guess)
+    monkeypatch.setattr(harness.scheduler._speculator, "_guess", guess_by_five)
     for number in range(8):
         sampling = {"max_tokens": 20, "ignore_eos": True, "seed": number}
         harness.add(make_submit(f"r{number}", PROMPT, grammar=NINE, sampling=sampling))
@@ -88,12 +90,8 @@ def test_always_rejected_drafts_stop_costing_grammar_masks(monkeypatch):
     harness = Harness(constraints=make_constraints(FakeGrammars(VOCAB_SIZE)), speculation=speculation(), **options)
     Guesses(harness, 1)
 
-    def guess(request, limit):
-        done = len(request.token_ids) - len(PROMPT)
-        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, 0.5)
-
     speculator = harness.scheduler._speculator
-    monkeypatch.setattr(speculator, "_guess", guess)
+    monkeypatch.setattr(speculator, "_guess", guess_by_five)
     monkeypatch.setattr(speculator._policy, "choose", lambda found, *_: [MAX_DRAFTS if one else 0 for one in found])
     sampling = {"max_tokens": 600, "ignore_eos": True, "seed": 3}
     finish, tokens = finished(harness, grammar="mod 5 for 500", sampling=sampling)
