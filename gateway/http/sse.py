@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import Receiver
@@ -76,6 +76,9 @@ class SseResponse:
         self._timer: asyncio.TimerHandle | None = None
         self._keepalive: asyncio.Task[None] | None = None
         self.response = web.StreamResponse(headers=HEADERS)
+        if request.version < HttpVersion11:
+            # Only the end of the connection ends such a stream, also where the client asked to keep it.
+            self.response.force_close()
 
     @property
     def has_started(self) -> bool:
