@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,12 +30,6 @@ class Recorder:
 
     def on_lost(self, error: WorkerLostError) -> None:
         self.errors.append(error)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pelton-") as name:
-        yield Path(name)
 
 
 @asynccontextmanager
@@ -70,11 +63,9 @@ def submit(number: int) -> Submit:
     )
 
 
-async def test_a_full_queue_refuses_requests_and_keeps_cancels(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_queue_refuses_requests_and_keeps_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 4)
-    worker = FakeWorker(directory, delay=3600)
+    worker = FakeWorker(tmp_path, delay=3600)
     async with connected(worker.endpoint, []) as link:
         link.start()
         stream = Recorder()
@@ -97,9 +88,9 @@ async def test_a_full_queue_refuses_requests_and_keeps_cancels(
             await until(lambda: worker.num_running == 0)
 
 
-async def test_load_counts_prompts_until_their_first_output_and_ends_with_the_link(directory: Path) -> None:
+async def test_load_counts_prompts_until_their_first_output_and_ends_with_the_link(tmp_path: Path) -> None:
     lost: list[WorkerLink] = []
-    with FakeWorker(directory, delay=3600) as worker:
+    with FakeWorker(tmp_path, delay=3600) as worker:
         async with connected(worker.endpoint, lost) as link:
             link.start()
             await until(lambda: link.ready)
