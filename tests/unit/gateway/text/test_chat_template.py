@@ -152,11 +152,6 @@ def test_invalid_sources_are_refused(source: str) -> None:
         ChatTemplate(source, {})
 
 
-def test_variables_of_a_client_do_not_replace_the_renderer_s() -> None:
-    text = render("{{ bos_token }}{{ messages | length }}", bos_token="evil", messages_="x")
-    assert text == "<s>1"
-
-
 def test_variables_are_those_that_only_the_request_can_set():
     source = (
         "{{ bos_token }}{% set a = 1 %}{% for m in messages %}{{ loop.index }}{{ m.role ~ a }}{% endfor %}"
@@ -165,3 +160,5 @@ def test_variables_are_those_that_only_the_request_can_set():
     )
     assert ChatTemplate(source, {"bos_token": "<s>"}).variables == {"enable_thinking", "style"}
     assert ChatTemplate("{{ messages[0].content }}", {}).variables == frozenset()
+    # Those of a client do not replace the renderer's.
+    assert render("{{ bos_token }}{{ messages | length }}", bos_token="evil", messages_="x") == "<s>1"
