@@ -39,7 +39,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_EMPTY_ONLY, _ASSISTANT),
 }
 """Roles whose messages may have each field; null is the same as an absent field."""
-_NAMES = {role: {name for name, roles in _FIELDS.items() if role in roles} for role in ROLES}
+_NAMES: dict[Any, set[str]] = {role: {name for name, roles in _FIELDS.items() if role in roles} for role in ROLES}
 _TEXTS = ("name", "tool_call_id", "refusal", *_REASONING)
 
 RESERVED_TEMPLATE_VARIABLES = frozenset((
