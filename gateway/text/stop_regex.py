@@ -131,7 +131,7 @@ class StopRegexes:
                 warnings.simplefilter("ignore")
                 parsed = _parser.parse(expression)
             return self._sequence(parsed, _checked_flags(parsed.state.flags), self.final)
-        except (re.error, OverflowError) as error:
+        except (re.error, OverflowError, ValueError) as error:  # ValueError: contradicting flags
             raise _refusal(str(error)) from None
         except RecursionError:
             raise _refusal("it is nested too deep") from None

@@ -95,6 +95,8 @@ def _pattern_problem(pattern: object) -> str | None:
         return None if "fixed-width" in error.msg else error.msg
     except (RecursionError, OverflowError):
         return "it is too large"
+    except ValueError as error:  # contradicting flags
+        return str(error)
     return None
 
 

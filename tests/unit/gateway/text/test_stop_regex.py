@@ -106,7 +106,7 @@ def test_the_time_is_linear(expression):
         (r"(a)\1", "backreference"), ("(?P<a>x)(?P=a)", "backreference"), ("(a)?(?(1)b|c)", "conditional"),
         ("(?>a)", "atomic"), ("a++", "possessive"), (r"\b", "empty"), ("(?m)^$", "empty"), ("(?L)a", "flag"),
         ("(x{1,1000}){1,1000}", str(MAX_STATES)), (".{0,100000}", str(MAX_STATES)), ("(?:){1000}", str(MAX_STATES)),
-        ("a{1,99999999999}", "too large"), ("(" * 500 + "a" + ")" * 500, "nested"),
+        ("a{1,99999999999}", "too large"), ("(?a)(?u)x", "incompatible"), ("(" * 500 + "a" + ")" * 500, "nested"),
         ("(a?){250}b", str(MAX_TRANSITIONS)), ("(a*){120}b", str(MAX_TRANSITIONS)),
         ("a*", "empty"), ("$", "empty"), ("^", "empty"), ("a|", "empty"), ("(a?){3}", "empty"),
     ],

@@ -152,7 +152,7 @@ def test_invalid_tool_choices_are_refused(choice: Any, param: str) -> None:
     [
         {"type": "stsring"}, {"type": []}, {"type": 5}, {"type": "array"}, {"properties": ["a"]}, {"required": "a"},
         {"required": [5]}, {"$defs": {"a": {"pattern": "("}}}, {"additionalProperties": {"type": "x"}},
-        {"patternProperties": {"(": {}}}, {"patternProperties": {"a{1000000000}": {}}},
+        {"patternProperties": {"(": {}}}, {"patternProperties": {"a{1000000000}": {}}}, {"pattern": "(?a)(?u)x"},
         *({"properties": {"a": inner}} for inner in BAD_PROPERTIES),
         *({"properties": {"a": {"type": "string", "pattern": bad}}}
           for bad in ("(unclosed", "[", "*a", "\\", 5, "(" * 8000)),
