@@ -44,7 +44,7 @@ class FanIn:
 
     __slots__ = (
         "_cached_known", "_eos_token_ids", "_first", "_generations", "_in_flight", "_num_open",
-        "_queue", "_requests", "_scores", "_scores_only", "_stack", "_submit", "_tasks", "_unfinished", "tally",
+        "_queue", "_requests", "_running", "_scores", "_scores_only", "_submit", "_tasks", "_unfinished", "tally",
     )  # fmt: skip
 
     def __init__(
@@ -60,8 +60,7 @@ class FanIn:
         self._in_flight = in_flight
         self._requests = requests
         self._generations: list[RunningRequest] = []
-        # Closes the generations.
-        self._stack = ExitStack()
+        self._running: AbstractContextManager[None] = nullcontext()
         self._first: AsyncIterator[TextDelta]
         # Only for several prompts: a queue takes 3 KB, and thousands of streams may wait for a token.
         self._tasks: list[asyncio.Task[None]] = []
@@ -81,15 +80,15 @@ class FanIn:
         )
 
     async def __aenter__(self) -> Self:
-        self._stack.enter_context(self._in_flight())
+        self._running = self._in_flight()
+        self._running.__enter__()
         try:
             for request in self._requests:
                 if self._generations:
                     await asyncio.sleep(0)  # stop expressions take some ms to prepare, and there may be 256 prompts
                 self._generations.append(self._submit(request))
-                self._stack.callback(self._generations[-1].close)
         except BaseException:
-            self._stack.close()
+            self._close()
             raise
         if len(self._generations) == 1:
             self._first = aiter(self._generations[0])
@@ -109,7 +108,15 @@ class FanIn:
             if self._tasks:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            self._stack.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Cancel every generation that has not ended."""
+        # Made here: one for the life of each stream would take a kilobyte of thousands of idle streams.
+        with ExitStack() as stack:
+            stack.push(self._running)
+            for generation in self._generations:
+                stack.callback(generation.close)
 
     def __aiter__(self) -> Self:
         return self
