@@ -1,4 +1,4 @@
-"""What clients observe of requests on the tiny model: alone on a synchronous server, or together on a busy one."""
+"""Observations of requests on the tiny model by clients: alone on a synchronous server, or together on a busy one."""
 
 from __future__ import annotations
 
