@@ -7,6 +7,7 @@ unfinished mark, or a call that may still turn out to be content, is held back.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -253,7 +254,7 @@ class Message:
             self._calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=text))
 
 
-class CallParser:
+class CallParser(ABC):
     """Base class of the parsers of all formats. See gateway.text.message_parser.ToolParser.
 
     A format implements `_read`, a generator that consumes `source` and reports its findings to `message`.
@@ -287,8 +288,8 @@ class CallParser:
         next(self._steps, None)
         return self.message.fetch(last=True)
 
-    def _read(self) -> Steps[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self) -> Steps[None]: ...
 
     def _reject(self) -> None:
         """Turn the recorded text into content, because it was not a call."""
@@ -307,9 +308,9 @@ class AnswerParser(CallParser):
 
     mark = ""
 
+    @abstractmethod
     def read_calls(self) -> Steps[None]:
         """Read as many calls as follow one another."""
-        raise NotImplementedError
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -327,7 +328,7 @@ class AnswerParser(CallParser):
         yield from source.rest(self.message.content)
 
 
-class TextSplitter:
+class TextSplitter(ABC):
     """Base class of splitters of one choice's text. See gateway.text.message_parser.ReasoningSplitter.
 
     A format implements `_read`, a generator that consumes `source`, adds to `reasoning` and `content`, and keeps
@@ -357,8 +358,8 @@ class TextSplitter:
         self.source.end()
         return self._resume()
 
-    def _read(self) -> Steps[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self) -> Steps[None]: ...
 
     def _resume(self) -> tuple[str, str]:
         next(self._steps, None)
